@@ -1,0 +1,1 @@
+"""Benchmarks and the reference trainer, behind the ``commlib`` command."""

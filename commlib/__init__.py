@@ -1,0 +1,2 @@
+"""commlib: communication compression for torch.distributed."""
+from commlib.compressor import Compressor, LayerSpec, Memory, Slot

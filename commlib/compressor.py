@@ -1,0 +1,328 @@
+"""The contract of a codec: what goes in, what comes out, what it remembers.
+
+A :class:`Compressor` is an immutable configuration. Whatever it must remember between steps
+(an error-feedback residual, a momentum, a warm-start basis) it *declares* as :class:`Slot`\\ s, and
+the caller hands it in as a :class:`Memory`; whatever it draws at random follows from the ``seed``
+it is given. So a codec is a pure function, and resuming, rolling a step back and moving a layer to
+other ranks are the business of one place only (``memory.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["linear.weight", "conv.weight", "embedding.weight", "norm", "bias", "other"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """What a route is chosen for: one parameter, as every rank sees it.
+
+    Args:
+        name: fully qualified parameter name, without DDP's or torch.compile's prefixes.
+        shape: the parameter's shape; ``()`` is a scalar.
+        dtype: the gradient's dtype; must be floating point.
+        device: where the gradient lives.
+        kind: the role of the parameter in its module.
+        rows: K, the batch rows seen per step, where the gradient factors; otherwise None.
+
+    Raises:
+        TypeError: if ``dtype`` is not a real floating-point type.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
+    kind: Kind = "other"
+    rows: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.dtype.is_floating_point:
+            raise TypeError(
+                f"parameter {self.name!r} is {self.dtype}: only real floating-point gradients can be "
+                "compressed; freeze it (requires_grad=False) or keep it as a buffer"
+            )
+
+    @classmethod
+    def of(cls, x: Tensor, name: str = "tensor") -> LayerSpec:
+        """The spec of a bare tensor."""
+        return cls(name=name, shape=tuple(x.shape), dtype=x.dtype, device=x.device)
+
+    @property
+    def numel(self) -> int:
+        """Number of values."""
+        return _product(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the uncompressed gradient."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(rows, columns) of the gradient seen as a matrix: dimension 0 against all others."""
+        if len(self.shape) < 2:
+            return self.numel, 1
+        return self.shape[0], _product(self.shape[1:])
+
+    def row_slice(self, start: int, stop: int) -> LayerSpec:
+        """The spec of rows ``start:stop`` along dimension 0."""
+        return dataclasses.replace(self, shape=(stop - start, *self.shape[1:]))
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    n = 1
+    for s in shape:
+        n *= s
+    return n
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """One float32 tensor that a codec keeps for one layer between steps.
+
+    Args:
+        shape: its shape.
+        role: what it means when the loss scale or the world size changes.
+            ``"pending"`` — gradient not sent yet: follows the loss scale, and the mean over ranks
+            is conserved when ranks come or go. ``"local"`` — in gradient units too, but not owed to
+            anyone (a momentum): treated alike. ``"replicated"`` — the same on every rank and without
+            a unit (a basis).
+        init: ``"zeros"``, or ``"normal"`` — standard normal, seeded by the layer and equal on all ranks.
+    """
+
+    shape: tuple[int, ...]
+    role: Literal["pending", "local", "replicated"] = "pending"
+    init: Literal["zeros", "normal"] = "zeros"
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """The slots of one layer during one step: ``old`` is read, ``new`` is written.
+
+    They are two tensors, so that a step that turns out to be non-finite can be forgotten by not
+    swapping them. A caller who does not need that may pass the same tensors twice: codecs must
+    work in place as well.
+    """
+
+    old: Mapping[str, Tensor]
+    new: Mapping[str, Tensor]
+
+    @classmethod
+    def zeros(cls, codec: Compressor, spec: LayerSpec) -> Memory:
+        """Fresh in-place memory for use outside a training loop (``old is new``)."""
+        slots = {k: init_slot(s, spec, seed=0) for k, s in codec.slots(spec).items()}
+        return cls(slots, slots)
+
+    def rows(self, start: int, stop: int) -> Memory:
+        """The part of every slot that belongs to rows ``start:stop`` of dimension 0."""
+        return Memory(
+            {k: v[start:stop] for k, v in self.old.items()},
+            {k: v[start:stop] for k, v in self.new.items()},
+        )
+
+
+def init_slot(slot: Slot, spec: LayerSpec, *, seed: int) -> Tensor:
+    """A slot's first value, float32 on the layer's device."""
+    if slot.init == "zeros":
+        return torch.zeros(slot.shape, dtype=torch.float32, device=spec.device)
+    gen = torch.Generator().manual_seed(seed)  # on the CPU: the same numbers on every kind of device
+    return torch.randn(slot.shape, generator=gen, dtype=torch.float32).to(spec.device)
+
+
+class Compressor(ABC):
+    """One way of writing a gradient in fewer bytes.
+
+    Subclasses are frozen dataclasses whose fields are the options of the spec string
+    (``topk:ratio=0.01`` is ``TopK(ratio=0.01)``); they validate them in ``__post_init__`` with
+    ``ValueError``. They implement :meth:`nbytes`, :meth:`encode` and :meth:`decode`, which see
+    checked arguments; callers use :meth:`compress` and :meth:`decompress`.
+
+    What the class promises, each promise tested by :mod:`commlib.testing`:
+
+    * the payload has exactly ``nbytes(spec)`` bytes, known before compressing;
+    * the same arguments (``seed`` included) give the same bytes;
+    * a non-finite value anywhere in ``x`` makes some decoded value non-finite;
+    * an all-zero ``x`` without memory decodes to finite values;
+    * ``x`` is never modified.
+
+    Class data (an option may decide it: ``randomk:scaled=on`` is unbiased), read when a route is built:
+
+    Attributes:
+        name: what the spec string calls it.
+        unbiased: E[decode(encode(x))] = x over seeds. Biased codecs get error feedback by default.
+        lossless: decodes to ``x`` itself; such a codec sees ``x`` in its own dtype, all others
+            see float32.
+        random: draws from ``seed``.
+        shared_seed: all ranks must be given the same seed, and decoding needs it too.
+        default_exchange: which exchange a plain spec string gets; None picks by world size.
+    """
+
+    name: str
+    unbiased: bool = False
+    lossless: bool = False
+    random: bool = False
+    shared_seed: bool = False
+    default_exchange: str | None = None
+
+    # -- what a codec author writes -------------------------------------------------------------
+
+    @abstractmethod
+    def nbytes(self, spec: LayerSpec) -> int:
+        """Exact payload length in bytes for a gradient of this spec."""
+
+    @abstractmethod
+    def encode(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
+        """Write ``x`` (contiguous, float32 unless ``lossless``) into ``payload`` (uint8, exact, 8-byte aligned)."""
+
+    @abstractmethod
+    def decode(self, payload: Tensor, out: Tensor, *, add: bool, scale: float, seed: int) -> None:
+        """Write (or add) ``scale`` times the decoded values to ``out`` (contiguous, dtype as in encode)."""
+
+    def encode_feedback(self, v: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
+        """Encode ``v`` and leave in ``v`` what was *not* sent. Fused codecs override this."""
+        self.encode(v, payload, memory=memory, seed=seed)
+        self.decode(payload, v, add=True, scale=-1.0, seed=seed)
+
+    def slots(self, spec: LayerSpec) -> dict[str, Slot]:
+        """What it must remember for a layer; nothing by default."""
+        return {}
+
+    def contraction(self, spec: LayerSpec) -> float | None:
+        """δ with E‖C(x) − x‖² ≤ (1 − δ)‖x‖² for every x, or None where there is none to promise."""
+        return None
+
+    def reduce_dtype(self, spec: LayerSpec) -> torch.dtype | None:
+        """The dtype as which payloads of several ranks may be summed element by element, or None."""
+        return None
+
+    def stripe_rows(self, spec: LayerSpec) -> int:
+        """Stripes of this layer must be cut at multiples of so many rows of dimension 0."""
+        return 1
+
+    def refuse(self, spec: LayerSpec) -> str | None:
+        """Why this layer should not be compressed with it (a reason in words), or None."""
+        return None
+
+    def at(self, step: int) -> Compressor:
+        """The configuration in force at a step, for codecs with a schedule."""
+        return self
+
+    def dense_form(self) -> Compressor | None:
+        """The codec for layers and steps sent uncompressed under its rule; None is the identity."""
+        return None
+
+    # -- what a caller uses ---------------------------------------------------------------------
+
+    def compress(
+        self, x: Tensor, payload: Tensor, *, memory: Memory | None = None, seed: int | None = None
+    ) -> None:
+        """Compress a gradient.
+
+        Args:
+            x: contiguous, float32 (any float dtype for a lossless codec), any shape; not modified.
+            payload: contiguous uint8, shape ``(nbytes(spec),)``, starting at an 8-byte boundary.
+            memory: the slots this codec declared, required if it declared any.
+            seed: required if ``random``; a pure function of it and ``x`` is written.
+
+        Raises:
+            TypeError: ``x`` or ``payload`` has the wrong dtype.
+            ValueError: ``payload`` has the wrong length, or memory or seed is missing.
+        """
+        spec = LayerSpec.of(x)
+        self._check(x, payload, spec, seed)
+        missing = [k for k in self.slots(spec) if memory is None or k not in memory.old]
+        if missing:
+            raise ValueError(f"{self} needs memory for {', '.join(missing)}: pass memory=Memory.zeros(codec, spec)")
+        self.encode(x, payload, memory=memory or Memory({}, {}), seed=seed or 0)
+
+    def decompress(
+        self, payload: Tensor, out: Tensor, *, add: bool = False, scale: float = 1.0, seed: int | None = None
+    ) -> None:
+        """Decode a payload into ``out`` (contiguous; dtype and shape of the compressed ``x``).
+
+        Args:
+            payload: uint8, exactly ``nbytes`` of ``out``'s spec.
+            out: overwritten, or added to with ``add=True``.
+            scale: factor applied to the decoded values.
+            seed: the one used to compress, needed if ``shared_seed``.
+
+        Raises:
+            TypeError, ValueError: as :meth:`compress`.
+        """
+        self._check(out, payload, LayerSpec.of(out), seed if self.shared_seed else 0)
+        self.decode(payload, out, add=add, scale=scale, seed=seed or 0)
+
+    def _check(self, x: Tensor, payload: Tensor, spec: LayerSpec, seed: int | None) -> None:
+        if not self.lossless and x.dtype != torch.float32:
+            raise TypeError(f"{self} works on float32, got {x.dtype}: convert first")
+        if not x.is_contiguous():
+            raise ValueError(f"{self} needs a contiguous tensor, got shape {tuple(x.shape)} strides {x.stride()}")
+        need = self.nbytes(spec)
+        if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() != need:
+            raise ValueError(
+                f"payload of {self} for shape {spec.shape} must be {need} bytes of uint8, "
+                f"got {tuple(payload.shape)} of {payload.dtype}"
+            )
+        if payload.storage_offset() % 8 or not payload.is_contiguous():
+            raise ValueError(f"payload of {self} must be contiguous and start at an 8-byte boundary of its storage")
+        if self.random and seed is None:
+            raise ValueError(f"{self} draws at random: pass seed=")
+
+    # -- names ----------------------------------------------------------------------------------
+
+    @property
+    def takes_feedback(self) -> bool:
+        """Whether error feedback around it means anything: not if lossless or keeping its own residual."""
+        return not self.lossless and "residual" not in self.slots(LayerSpec("probe", (8, 8)))
+
+    def options(self) -> dict[str, object]:
+        """The options that differ from their defaults, by name."""
+        fields = dataclasses.fields(self) if dataclasses.is_dataclass(self) else ()
+        changed = {f.name: getattr(self, f.name) for f in fields if f.init and getattr(self, f.name) != f.default}
+        # a biased codec without feedback is not what its bare name means
+        return {**changed, "ef": False} if self.takes_feedback and not self.unbiased else changed
+
+    def __str__(self) -> str:
+        opts = ",".join(f"{k}={format_option(v)}" for k, v in self.options().items())
+        return f"{self.name}:{opts}" if opts else self.name
+
+
+def format_option(value: object) -> str:
+    """An option's value as a spec string writes it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+class LowRank(Compressor):
+    """A codec whose payload is a pair of thin matrices that may be averaged in two rounds.
+
+    ``exchange/low_rank.py`` drives it: P = M·Q, all-reduce P, orthogonalise, Q = Mᵀ·P,
+    all-reduce Q, out = P·Qᵀ (PowerSGD, Vogels et al. 2019, Algorithm 1).
+    It keeps a ``basis`` slot of shape (columns, rank).
+    """
+
+    @abstractmethod
+    def rank_of(self, spec: LayerSpec) -> int:
+        """Columns of P and Q for this layer."""
+
+    @abstractmethod
+    def orthogonalise(self, p: Tensor) -> Tensor:
+        """An orthonormal basis, shape (rows, rank), of ``p``'s columns; zero input gives a finite result."""
+
+
+def store(values: Tensor, out: Tensor, *, add: bool, scale: float) -> None:
+    """The last line of most decoders: ``out = scale·values`` or ``out += scale·values``."""
+    flat = out.view(-1)
+    if add:
+        flat.add_(values.view(-1), alpha=scale)
+    else:
+        torch.mul(values.view(-1), scale, out=flat)

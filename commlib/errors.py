@@ -1,0 +1,51 @@
+"""Every error commlib raises about the world, in one tree.
+
+::
+
+    Exception
+    ├── ValueError, TypeError      the caller's mistake: a bad spec, shape, dtype or option
+    └── CommlibError               the world's: other ranks, files, the network
+        ├── PlanMismatch           ranks attached different codecs, models or commlib versions
+        ├── PeerLost               a rank did not answer, or left, before the deadline
+        ├── CheckpointMismatch     a checkpoint that does not fit this model or set-up
+        └── MissingDependency      an optional package is needed; the message says what to install
+
+A message names what was wrong, what is known, and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class CommlibError(Exception):
+    """Base of the errors that are not the caller's fault."""
+
+
+class PlanMismatch(CommlibError):
+    """Ranks disagree about what they exchange; both sides are named."""
+
+
+class PeerLost(CommlibError):
+    """A rank is missing: it never came, it left, or it answered too late."""
+
+
+class CheckpointMismatch(CommlibError):
+    """A state dict that belongs to another model, codec or set of ranks."""
+
+
+class MissingDependency(CommlibError):
+    """An optional package is not installed."""
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """The message for a name that is not known: what there is, and the nearest to it.
+
+    >>> unknown("compressor", "onebitt", ["topk", "onebit"])
+    "unknown compressor 'onebitt' (known: onebit, topk; did you mean 'onebit'?)"
+    """
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown {what} {name!r} (known: {', '.join(names) or 'none'}{hint})"

@@ -1,0 +1,130 @@
+"""Spec strings and the door through which codecs come in.
+
+Codecs are found through the entry-point group ``commlib.compressors``: ours and a third party's
+alike. A spec string names one with its options::
+
+    name[:option=value[,option=value…]]          topk:ratio=0.01,values=int8
+
+``ef=on`` and ``ef=off`` are understood for every codec and switch error feedback; by default biased
+codecs have it and unbiased ones do not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
+
+from commlib.compressor import Compressor
+from commlib.errors import MissingDependency, unknown
+from commlib.feedback import ErrorFeedback, with_default_feedback
+
+GROUP = "commlib.compressors"
+_SWITCH = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}
+
+
+@functools.cache
+def compressors() -> Mapping[str, EntryPoint]:
+    """Name → entry point of every installed codec, read-only.
+
+    Raises:
+        ValueError: if two distributions offer different codecs under one name.
+    """
+    found: dict[str, EntryPoint] = {}
+    for ep in entry_points(group=GROUP):
+        other = found.setdefault(ep.name, ep)
+        if other.value != ep.value:
+            raise ValueError(
+                f"two installed codecs are called {ep.name!r}: {other.value} and {ep.value}; uninstall one of them"
+            )
+    return MappingProxyType(dict(sorted(found.items())))
+
+
+def load(name: str) -> type[Compressor]:
+    """The codec class of that name.
+
+    Raises:
+        ValueError: unknown name; the message lists what is known and the nearest.
+        MissingDependency: the codec's module needs a package that is not installed.
+        TypeError: the entry point is no Compressor.
+    """
+    known = compressors()
+    if name not in known:
+        raise ValueError(unknown("compressor", name, known))
+    try:
+        cls = known[name].load()
+    except ImportError as e:
+        raise MissingDependency(f"compressor {name!r} needs {e.name!r}: pip install {e.name}") from e
+    if not (isinstance(cls, type) and issubclass(cls, Compressor)):
+        raise TypeError(f"entry point {known[name].value} of compressor {name!r} is not a commlib.Compressor")
+    return cls
+
+
+def make(spec: str | Compressor) -> Compressor:
+    """A codec from its spec string, error feedback included; a Compressor gets its default feedback.
+
+    Raises:
+        ValueError: unknown codec or option, or a value out of range.
+    """
+    if isinstance(spec, Compressor):
+        return with_default_feedback(spec)
+    if not isinstance(spec, str):
+        raise TypeError(f"a compressor is a spec string or a Compressor, not {type(spec).__name__}")
+    name, _, tail = spec.strip().partition(":")
+    options = _split_options(spec, tail)
+    feedback = _switch(spec, "ef", options.pop("ef")) if "ef" in options else None
+    codec = build(load(name), options)
+    if feedback is None:
+        return with_default_feedback(codec)
+    return ErrorFeedback(codec) if feedback else codec
+
+
+def make_plain(spec: str) -> Compressor:
+    """A codec without error feedback, as a part of another one (``values=int8``)."""
+    name, _, tail = spec.strip().partition(":")
+    return build(load(name), _split_options(spec, tail))
+
+
+def build(cls: type[Compressor], options: Mapping[str, str]) -> Compressor:
+    """An instance from option strings, each converted to the type of its dataclass field."""
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init} if dataclasses.is_dataclass(cls) else {}
+    hints = typing.get_type_hints(cls)
+    values: dict[str, object] = {}
+    for key, text in options.items():
+        if key not in fields:
+            raise ValueError(f"{cls.name}: {unknown('option', key, [*fields, 'ef'])}")
+        values[key] = _convert(cls.name, key, text, hints[key])
+    return cls(**values)
+
+
+def _split_options(spec: str, tail: str) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for part in filter(None, tail.split(",")):
+        key, eq, value = part.partition("=")
+        if not eq or not key.strip() or not value.strip():
+            raise ValueError(f"cannot read {part!r} in compressor {spec!r}: write name:option=value,option=value")
+        if key.strip() in options:
+            raise ValueError(f"option {key.strip()!r} is given twice in compressor {spec!r}")
+        options[key.strip()] = value.strip()
+    return options
+
+
+def _switch(name: str, key: str, text: str) -> bool:
+    if text.lower() not in _SWITCH:
+        raise ValueError(f"{name}: {key} must be on or off, got {text!r}")
+    return _SWITCH[text.lower()]
+
+
+def _convert(name: str, key: str, text: str, kind: object) -> object:
+    if kind is bool:
+        return _switch(name, key, text)
+    if kind is str:
+        return text
+    convert = int if kind is int else float
+    try:
+        return convert(text)
+    except ValueError:
+        raise ValueError(f"{name}: {key} must be {'a whole number' if kind is int else 'a number'}, got {text!r}") from None

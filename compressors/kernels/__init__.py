@@ -1,0 +1,1 @@
+"""The hot loops of the codecs. ``reference`` is the truth the others are tested against."""

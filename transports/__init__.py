@@ -1,0 +1,1 @@
+"""Transports beyond PyTorch's own process groups."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -158,7 +158,7 @@ class Compressor(ABC):
     Attributes:
         name: what the spec string calls it.
         unbiased: E[decode(encode(x))] = x over seeds. Biased codecs get error feedback by default.
-        lossless: decodes to ``x`` itself; such a codec sees ``x`` in its own dtype, all others
+        lossless: decodes to ``x`` itself (or to what its slots make of it); such a codec sees ``x`` in its own dtype, all others
             see float32.
         random: draws from ``seed``.
         shared_seed: all ranks must be given the same seed, and decoding needs it too.
@@ -285,7 +285,7 @@ class Compressor(ABC):
 
     def options(self) -> dict[str, object]:
         """The options that differ from their defaults, by name."""
-        fields = dataclasses.fields(self) if dataclasses.is_dataclass(self) else ()
+        fields = dataclasses.fields(cast(Any, self)) if dataclasses.is_dataclass(type(self)) else ()
         changed = {f.name: getattr(self, f.name) for f in fields if f.init and getattr(self, f.name) != f.default}
         # a biased codec without feedback is not what its bare name means
         return {**changed, "ef": False} if self.takes_feedback and not self.unbiased else changed
@@ -299,7 +299,10 @@ def format_option(value: object) -> str:
     """An option's value as a spec string writes it."""
     if isinstance(value, bool):
         return "on" if value else "off"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        short = f"{value:g}"
+        return short if float(short) == value else repr(value)
+    return str(value)
 
 
 class LowRank(Compressor):

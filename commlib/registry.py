@@ -17,6 +17,7 @@ import typing
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
+from typing import Any, cast
 
 from commlib.compressor import Compressor
 from commlib.errors import MissingDependency, unknown
@@ -90,7 +91,7 @@ def make_plain(spec: str) -> Compressor:
 
 def build(cls: type[Compressor], options: Mapping[str, str]) -> Compressor:
     """An instance from option strings, each converted to the type of its dataclass field."""
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.init} if dataclasses.is_dataclass(cls) else {}
+    fields = {f.name: f for f in dataclasses.fields(cast(Any, cls)) if f.init} if dataclasses.is_dataclass(cls) else {}
     hints = typing.get_type_hints(cls)
     values: dict[str, object] = {}
     for key, text in options.items():

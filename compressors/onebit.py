@@ -49,6 +49,10 @@ class OneBit(Compressor):
         columns = -(-spec.numel // self._column(spec))
         return 8 * columns + -(-spec.numel // 8)
 
+    def contraction(self, spec: LayerSpec) -> float | None:
+        # a column v keeps ‖v‖₁²/(column·‖v‖²) of its energy at least: 1/column if only one value is not zero
+        return 1 / max(1, min(self._column(spec), spec.numel))
+
     def encode(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
         reference.two_means_encode(x.view(-1), payload, self._column(LayerSpec.of(x)))
 

@@ -1,0 +1,76 @@
+"""``dgc``: the largest values of an accumulated momentum (Deep Gradient Compression, Lin et al. 2018)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from commlib.compressor import Compressor, LayerSpec, Memory, Slot
+from commlib.compressors.heavyball import HeavyBall, check_momentum, clipped
+from commlib.compressors.sparse import Sparse
+
+_STAGES = 4  # of the warm-up
+
+
+@dataclasses.dataclass(frozen=True)
+class DGC(Sparse):
+    """u ← m·u + g; v ← v + u; the largest values of v are sent, and u and v are zeroed there.
+
+    It is the momentum *and* the error feedback: the optimizer must have neither. What a lossy
+    ``values`` does not send stays in v. Layout: :class:`Sparse`.
+
+    Args:
+        ratio: share of the values that is sent, in (0, 1].
+        momentum: m, in [0, 1).
+        clip: scale g down to this norm first; 0 does not. It is the *local* gradient's: the paper
+            takes the usual threshold times (number of ranks)^(−1/2).
+        nesterov: v ← v + g + m·u.
+        warmup_steps: during those, ratio^(1/5), ratio^(2/5), … a quarter of them each.
+        values: codec of what is sent, as in ``topk``.
+    """
+
+    ratio: float = 0.001
+    momentum: float = 0.9
+    clip: float = 0.0
+    nesterov: bool = False
+    warmup_steps: int = 0
+    values: str = "fp32"
+
+    name = "dgc"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_momentum(self.name, self.momentum, self.clip)
+        if self.warmup_steps < 0:
+            raise ValueError(f"dgc: warmup_steps must not be negative, got {self.warmup_steps}")
+
+    def slots(self, spec: LayerSpec) -> dict[str, Slot]:
+        residual = {"residual": Slot(spec.shape)}
+        return {"momentum": Slot(spec.shape, "local"), **residual} if self.momentum else residual
+
+    def encode(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
+        g = clipped(x, self.clip)
+        if not self.momentum:
+            v = torch.add(g, memory.old["residual"], out=memory.new["residual"]).view(-1)
+            self._take_out(v, self._encode_largest(v, payload, seed), payload, seed)
+            return
+        u = torch.add(g, memory.old["momentum"], alpha=self.momentum, out=memory.new["momentum"])
+        step = torch.add(g, u, alpha=self.momentum) if self.nesterov else u
+        v = torch.add(step, memory.old["residual"], out=memory.new["residual"]).view(-1)
+        places = self._encode_largest(v, payload, seed)
+        self._take_out(v, places, payload, seed)
+        u.view(-1).index_fill_(0, places, 0.0)
+
+    def contraction(self, spec: LayerSpec) -> float | None:
+        return None if self.clip or (self.momentum and self.nesterov) else super().contraction(spec)
+
+    def at(self, step: int) -> Compressor:
+        if step >= self.warmup_steps:
+            return self
+        stage = step * _STAGES // self.warmup_steps
+        return dataclasses.replace(self, ratio=self.ratio ** ((stage + 1) / (_STAGES + 1)), warmup_steps=0)
+
+    def dense_form(self) -> Compressor | None:
+        return HeavyBall(self.momentum, self.nesterov, self.clip) if self.momentum else None

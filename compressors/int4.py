@@ -1,0 +1,21 @@
+"""``int4``: blocks of half-bytes with one scale each."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from commlib.compressors.blockwise import Blockwise
+
+
+@dataclasses.dataclass(frozen=True)
+class Int4(Blockwise):
+    """L = 7: two values a byte (level + 7, the first in the low half), |error| ≤ absmax/14. Layout: :class:`Blockwise`.
+
+    Args:
+        block: values that share a float32 scale.
+    """
+
+    block: int = 128
+
+    name = "int4"
+    levels = 7

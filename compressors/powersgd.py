@@ -1,0 +1,84 @@
+"""``powersgd``: two thin matrices (PowerSGD, Vogels et al. 2019)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from commlib.compressor import LayerSpec, LowRank, Memory, Slot, store
+from commlib.compressors.kernels.reference import hash32, power_of_two
+
+
+@dataclasses.dataclass(frozen=True)
+class PowerSGD(LowRank):
+    """M, shape (m, n), decodes to P̂Qᵀ with P̂ an orthonormal basis of M·basis and Q = MᵀP̂: one step of power iteration.
+
+    P̂P̂ᵀM is M's projection, so its norm is at most M's, and M of rank ≤ r comes back exactly.
+    The next step starts from Q, so a slowly changing M is followed ever better.
+
+    Payload: P̂ (m, r) then Q (n, r), float32, row by row; r = min(rank, m, n).
+
+    Args:
+        rank: columns of P̂ and Q.
+    """
+
+    rank: int = 4
+
+    name = "powersgd"
+    default_exchange = "low_rank"
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"powersgd: rank must be at least 1, got {self.rank}")
+
+    def rank_of(self, spec: LayerSpec) -> int:
+        return min(self.rank, *spec.matrix)
+
+    def refuse(self, spec: LayerSpec) -> str | None:
+        m, n = spec.matrix
+        r = self.rank_of(spec)
+        if len(spec.shape) < 2:
+            return f"a tensor of shape {spec.shape} is no matrix"
+        if r * (m + n) >= m * n:
+            return f"rank {r} of a {m} x {n} matrix takes {r * (m + n)} values, no fewer than its {m * n}"
+        return None
+
+    def slots(self, spec: LayerSpec) -> dict[str, Slot]:
+        return {"basis": Slot((spec.matrix[1], self.rank_of(spec)), "replicated", "normal")}
+
+    def nbytes(self, spec: LayerSpec) -> int:
+        return 4 * self.rank_of(spec) * sum(spec.matrix)
+
+    def encode(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
+        if x.numel():
+            m, n = LayerSpec.of(x).matrix
+            matrix = x.view(m, n)
+            p = self.orthogonalise(matrix @ memory.old["basis"])
+            q = matrix.T @ p
+            # to about 1, by a power of two so that nothing rounds: else the next M·basis has M's unit squared
+            size = power_of_two(q.abs().amax())
+            torch.div(q, torch.where(size > 0, size, 1.0), out=memory.new["basis"])
+            payload.view(torch.float32).copy_(torch.cat([p.reshape(-1), q.reshape(-1)]))
+
+    def decode(self, payload: Tensor, out: Tensor, *, add: bool, scale: float, seed: int) -> None:
+        if out.numel():
+            spec = LayerSpec.of(out)
+            m, n = spec.matrix
+            head = 4 * m * self.rank_of(spec)
+            p, q = payload[:head].view(torch.float32), payload[head:].view(torch.float32)
+            store((p.view(m, -1) @ q.view(n, -1).T).view(-1), out, add=add, scale=scale)
+
+    def orthogonalise(self, p: Tensor) -> Tensor:
+        """See :class:`LowRank`. A zero or non-finite column is replaced by a fixed one, so the basis stays full.
+
+        Without that a gradient once zero would leave a zero basis, from which no later one recovers.
+        Non-finite gradients are still seen: Q = MᵀP̂ has their NaN.
+        """
+        p = torch.nan_to_num(p, nan=0.0, posinf=0.0, neginf=0.0)
+        absmax = p.abs().amax(0, keepdim=True)
+        spare = hash32(p.numel(), 0, p.device).to(p.dtype).view_as(p) / 2**31 - 1
+        full = torch.where(absmax > 0, p / torch.where(absmax > 0, absmax, 1.0), spare)
+        basis: Tensor = torch.linalg.qr(full).Q
+        return basis

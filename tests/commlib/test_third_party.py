@@ -1,0 +1,55 @@
+"""A codec from another distribution: installed by pip, found by name, checked by the public suite."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_SOURCE = Path(__file__).parents[1] / "third_party"
+_USE = """
+from commlib import registry, testing
+codec = registry.make("clip8")
+assert type(codec.inner).__module__ == "example_codec", codec
+testing.check_compressor("clip8")
+testing.check_compressor("topk:ratio=0.5,values=clip8")
+print("kept every promise")
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A folder with the example distribution installed in it."""
+    source = tmp_path / "source"
+    shutil.copytree(_SOURCE, source, ignore=shutil.ignore_patterns("__pycache__"))
+    site = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    offline = ["--no-deps", "--no-build-isolation", "--no-index", "--no-cache-dir"]
+    subprocess.run([*pip, *offline, "--target", str(site), str(source)], check=True, cwd=tmp_path)
+    return site
+
+
+def run(site: Path) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-c", _USE], env=env, cwd=site, capture_output=True, text=True, timeout=100)
+
+
+def test_is_installed_found_and_keeps_every_promise(site: Path) -> None:
+    done = run(site)
+    assert done.returncode == 0, done.stderr
+    assert "kept every promise" in done.stdout
+
+
+def test_a_broken_one_is_caught(site: Path) -> None:
+    module = site / "example_codec.py"
+    sound = module.read_text()
+    broken = sound.replace("copy_(top)", "copy_(torch.nan_to_num(top))")
+    assert broken != sound
+    module.write_text(broken)
+    done = run(site)
+    assert done.returncode != 0
+    assert "AssertionError: clip8:ef=off for shape (): nan at place 0 decodes to finite values only" in done.stderr

@@ -1,0 +1,201 @@
+"""What holds for every installed codec, and for each with its options turned."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from commlib import registry
+from commlib.compressor import Compressor, LayerSpec, Memory
+from commlib.compressors.heavyball import HeavyBall
+from commlib.feedback import ErrorFeedback
+from commlib.testing import check_compressor
+from strategies import encode, roundtrip, tensors
+
+BUILT_IN = [
+    "none", "fp16", "bf16", "onebit", "sign", "int8", "int4", "qsgd", "ternary", "natural", "topk", "randomk", "dgc",
+    "powersgd",
+]  # fmt: skip
+TURNED = [
+    "onebit:axis=tensor",
+    "int8:block=7",
+    "int4:block=1",
+    "qsgd:levels=1,block=20",
+    "qsgd:levels=32767",
+    "ternary:block=64",
+    "topk:ratio=1",
+    "topk:ratio=0.1,values=int4:block=16",
+    "topk:ratio=0.1,values=fp16",
+    "topk:ratio=0.2,values=qsgd:levels=3;block=64",
+    "randomk:ratio=0.1,scaled=on",
+    "randomk:ratio=0.3,values=fp16",
+    "dgc:ratio=0.1,momentum=0",
+    "dgc:ratio=0.1,momentum=0,values=int8",
+    "dgc:ratio=0.05,nesterov=on,clip=1,warmup_steps=8",
+    "powersgd:rank=1",
+]
+ALL = BUILT_IN + TURNED
+
+
+def plain(spec: str) -> Compressor:
+    codec = registry.make(spec)
+    return codec.inner if isinstance(codec, ErrorFeedback) else codec
+
+
+def test_the_built_in_codecs_are_installed() -> None:
+    assert set(BUILT_IN) <= set(registry.compressors())
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_codec_is_called_what_it_is_installed_as(name: str) -> None:
+    assert registry.load(name).name == name
+    assert str(registry.make(name)) == name
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_keeps_every_promise(spec: str) -> None:
+    check_compressor(spec)
+
+
+@pytest.mark.parametrize("codec", [HeavyBall(), HeavyBall(0.5, nesterov=True), HeavyBall(0.9, clip=0.5)], ids=str)
+def test_dense_forms_keep_every_promise(codec: Compressor) -> None:
+    check_compressor(codec)
+
+
+@pytest.mark.parametrize("spec", [s for s in ALL if "fp16" not in s])
+@settings(max_examples=14)
+@given(x=tensors(), seed=st.integers(0, 2**63))
+def test_finite_values_of_any_size_decode_to_finite_ones(spec: str, x: torch.Tensor, seed: int) -> None:
+    decoded = roundtrip(plain(spec), x, seed=seed)
+    assert decoded.isfinite().all()
+    if not x.any():
+        assert not decoded.any()
+
+
+@pytest.mark.parametrize("spec", ALL)
+@settings(max_examples=12)
+@given(x=tensors(), bad=st.sampled_from([math.nan, math.inf, -math.inf]), data=st.data())
+def test_one_non_finite_value_is_never_lost(spec: str, x: torch.Tensor, bad: float, data: st.DataObject) -> None:
+    if x.numel():
+        x.view(-1)[data.draw(st.integers(0, x.numel() - 1))] = bad
+        assert not roundtrip(plain(spec), x, seed=data.draw(st.integers(0, 99))).isfinite().all()
+
+
+@pytest.mark.parametrize("spec", ALL)
+@pytest.mark.parametrize("shape", [(0,), (20, 30)])
+def test_nothing_waits_for_the_device_or_depends_on_data_for_its_shape(spec: str, shape: tuple[int, ...]) -> None:
+    """Fake tensors have no values: .item(), nonzero() and boolean masks fail on them."""
+    codec = registry.make(spec)
+    layer = LayerSpec("w", shape)
+    with FakeTensorMode():
+        x = torch.zeros(shape)
+        slots = {k: torch.zeros(s.shape) for k, s in codec.slots(layer).items()}
+        payload = torch.zeros(codec.nbytes(layer), dtype=torch.uint8)
+        codec.compress(x, payload, memory=Memory(slots, slots), seed=1)
+        codec.decompress(payload, x, seed=1)
+        codec.decompress(payload, x, add=True, scale=0.5, seed=1)
+
+
+@pytest.mark.parametrize("spec", ["topk:ratio=0.1", "topk:ratio=0.3,values=int8", "topk:values=qsgd"])
+@settings(max_examples=30)
+@given(x=tensors(largest=1e15))
+def test_fused_feedback_equals_encode_then_subtract(spec: str, x: torch.Tensor) -> None:
+    codec = plain(spec)
+    payload, v = encode(codec, x), x.clone()
+    fused = torch.zeros_like(payload)
+    codec.encode_feedback(v, fused, memory=Memory({}, {}), seed=0)
+    assert torch.equal(payload, fused)
+    rest = x.clone()
+    codec.decompress(payload, rest, add=True, scale=-1.0, seed=0)
+    assert torch.equal(v, rest)
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_a_payload_of_wrong_length_dtype_or_alignment_is_refused(spec: str) -> None:
+    codec = registry.make(spec)
+    x = torch.randn(20, 30)
+    layer = LayerSpec.of(x)
+    memory = Memory.zeros(codec, layer)
+    need = codec.nbytes(layer)
+    wrong = [
+        torch.zeros(need + 1, dtype=torch.uint8),
+        torch.zeros(need - 1, dtype=torch.uint8),
+        torch.zeros(1, need, dtype=torch.uint8),
+        torch.zeros(need, dtype=torch.int8),
+        torch.zeros(need + 1, dtype=torch.uint8)[1:],
+        torch.zeros(2 * need, dtype=torch.uint8)[::2],
+    ]
+    for payload in wrong:
+        with pytest.raises(ValueError, match="payload of"):
+            codec.compress(x, payload, memory=memory, seed=0)
+        with pytest.raises(ValueError, match="payload of"):
+            codec.decompress(payload, x, seed=0)
+
+
+@pytest.mark.parametrize("spec", [s for s in ALL if s != "none"])
+def test_other_dtypes_than_float32_are_refused(spec: str) -> None:
+    x = torch.zeros(20, 30, dtype=torch.float64)
+    with pytest.raises(TypeError, match="works on float32"):
+        encode(registry.make(spec), x)
+
+
+@pytest.mark.parametrize("spec", [s for s in ALL if plain(s).random])
+def test_a_random_codec_asks_for_a_seed_and_heeds_it(spec: str) -> None:
+    codec, x = plain(spec), torch.randn(20, 30, generator=torch.Generator().manual_seed(0))
+    payload = torch.zeros(codec.nbytes(LayerSpec.of(x)), dtype=torch.uint8)
+    with pytest.raises(ValueError, match="pass seed="):
+        codec.compress(x, payload)
+    assert not torch.equal(encode(codec, x, seed=1), encode(codec, x, seed=2))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("onebit:axis=row", "axis must be column or tensor, got 'row'"),
+        ("int8:block=0", "int8: block must be at least 1, got 0"),
+        ("int4:block=-1", "int4: block must be at least 1, got -1"),
+        ("int8:block=2.5", "block must be a whole number, got '2.5'"),
+        ("int8:levels=3", "unknown option 'levels'"),
+        ("qsgd:levels=0", r"levels must be in \[1, 32767\], got 0"),
+        ("qsgd:levels=32768", r"levels must be in \[1, 32767\], got 32768"),
+        ("qsgd:block=0", "qsgd: block must be at least 1"),
+        ("ternary:block=-1", "ternary: block must be at least 1, or 0"),
+        ("natural:bits=9", "unknown option 'bits'"),
+        ("sign:axis=column", "unknown option 'axis'"),
+        ("fp16:block=1", "unknown option 'block'"),
+        ("bf16:block=1", "unknown option 'block'"),
+        ("topk:ratio=0", r"topk: ratio must be in \(0, 1\], got 0.0"),
+        ("topk:ratio=2", r"topk: ratio must be in \(0, 1\], got 2.0"),
+        ("topk:ratio=nan", r"topk: ratio must be in \(0, 1\], got nan"),
+        ("topk:values=int9", "unknown compressor 'int9'"),
+        ("topk:values=int8:blok=3", "did you mean 'block'"),
+        ("topk:values=powersgd", "keeps memory or shares a seed"),
+        ("topk:values=dgc", "keeps memory or shares a seed"),
+        ("topk:values=randomk", "keeps memory or shares a seed"),
+        ("randomk:ratio=-1", r"randomk: ratio must be in \(0, 1\]"),
+        ("randomk:values=int8", "values must be fp32 or fp16, got 'int8'"),
+        ("randomk:scaled=2", "scaled must be on or off"),
+        ("dgc:ratio=0", r"dgc: ratio must be in \(0, 1\]"),
+        ("dgc:momentum=1", r"momentum must be in \[0, 1\), got 1.0"),
+        ("dgc:momentum=nan", r"momentum must be in \[0, 1\)"),
+        ("dgc:clip=-1", "clip must be a norm, or 0 for none, got -1.0"),
+        ("dgc:clip=inf", "clip must be a norm"),
+        ("dgc:warmup_steps=-1", "warmup_steps must not be negative"),
+        ("powersgd:rank=0", "rank must be at least 1, got 0"),
+    ],
+)
+def test_a_bad_option_is_refused_by_name_and_range(spec: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        registry.make(spec)
+
+
+def test_a_comma_among_the_options_of_values_is_refused() -> None:
+    cls = registry.load("topk")
+    with pytest.raises(ValueError, match="by ';'"):
+        dataclasses.replace(cls(), values="qsgd:levels=3,block=64")  # type: ignore[type-var]

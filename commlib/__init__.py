@@ -1,2 +1,42 @@
-"""commlib: communication compression for torch.distributed."""
-from commlib.compressor import Compressor, LayerSpec, Memory, Slot
+"""commlib: communication compression for torch.distributed.
+
+One line on a DDP training loop::
+
+    ddp = DistributedDataParallel(model)
+    comm = commlib.attach(ddp, "onebit")
+"""
+
+__version__ = "0.1.0"
+
+from commlib.checkpoint import merge_state_dicts
+from commlib.compressor import Compressor, LayerSpec, LowRank, Memory, Slot
+from commlib.errors import CheckpointMismatch, CommlibError, MissingDependency, PeerLost, PlanMismatch
+from commlib.feedback import ErrorFeedback
+from commlib.hook import HookState, attach, hook
+from commlib.registry import compressors, make
+from commlib.route import Plan, Route
+from commlib.stats import LayerStats, Stats
+
+__all__ = [
+    "CheckpointMismatch",
+    "CommlibError",
+    "Compressor",
+    "ErrorFeedback",
+    "HookState",
+    "LayerSpec",
+    "LayerStats",
+    "LowRank",
+    "Memory",
+    "MissingDependency",
+    "PeerLost",
+    "Plan",
+    "PlanMismatch",
+    "Route",
+    "Slot",
+    "Stats",
+    "attach",
+    "compressors",
+    "hook",
+    "make",
+    "merge_state_dicts",
+]

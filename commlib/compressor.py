@@ -279,6 +279,11 @@ class Compressor(ABC):
     # -- names ----------------------------------------------------------------------------------
 
     @property
+    def is_feedback(self) -> bool:
+        """Whether this is the error-feedback wrapper."""
+        return False
+
+    @property
     def takes_feedback(self) -> bool:
         """Whether error feedback around it means anything: not if lossless or keeping its own residual."""
         return not self.lossless and "residual" not in self.slots(LayerSpec("probe", (8, 8)))
@@ -320,6 +325,10 @@ class LowRank(Compressor):
     @abstractmethod
     def orthogonalise(self, p: Tensor) -> Tensor:
         """An orthonormal basis, shape (rows, rank), of ``p``'s columns; zero input gives a finite result."""
+
+    @abstractmethod
+    def next_basis(self, q: Tensor, out: Tensor) -> None:
+        """Write to ``out`` the basis the next step starts from, given this step's Q, shape (columns, rank)."""
 
 
 def store(values: Tensor, out: Tensor, *, add: bool, scale: float) -> None:

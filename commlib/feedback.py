@@ -61,6 +61,10 @@ class ErrorFeedback(Compressor):
         return self.inner.dense_form()
 
     @property
+    def is_feedback(self) -> bool:
+        return True
+
+    @property
     def takes_feedback(self) -> bool:
         return False
 

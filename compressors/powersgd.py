@@ -57,9 +57,7 @@ class PowerSGD(LowRank):
             matrix = x.view(m, n)
             p = self.orthogonalise(matrix @ memory.old["basis"])
             q = matrix.T @ p
-            # to about 1, by a power of two so that nothing rounds: else the next M·basis has M's unit squared
-            size = power_of_two(q.abs().amax())
-            torch.div(q, torch.where(size > 0, size, 1.0), out=memory.new["basis"])
+            self.next_basis(q, memory.new["basis"])
             payload.view(torch.float32).copy_(torch.cat([p.reshape(-1), q.reshape(-1)]))
 
     def decode(self, payload: Tensor, out: Tensor, *, add: bool, scale: float, seed: int) -> None:
@@ -82,3 +80,12 @@ class PowerSGD(LowRank):
         full = torch.where(absmax > 0, p / torch.where(absmax > 0, absmax, 1.0), spare)
         basis: Tensor = torch.linalg.qr(full).Q
         return basis
+
+    def next_basis(self, q: Tensor, out: Tensor) -> None:
+        """See :class:`LowRank`. Q scaled to about 1, or the next M·basis would have M's unit squared.
+
+        By a power of two, so that nothing rounds.
+        """
+        if q.numel():
+            size = power_of_two(q.abs().amax())
+            torch.div(q, torch.where(size > 0, size, 1.0), out=out)

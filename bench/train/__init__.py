@@ -1,1 +1,1 @@
-"""The reference trainer."""
+"""The reference trainer behind ``commlib train``: real DDP training with compressed gradients."""

@@ -1,1 +1,49 @@
-"""How a gradient travels."""
+"""How a gradient travels. Each exchange is a module with the functions of :class:`Exchange`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol, cast
+
+from torch import Tensor
+
+from commlib.collective import Rounds
+from commlib.compressor import Compressor, LayerSpec
+from commlib.exchange import dense, gather, low_rank, scatter_gather
+from commlib.exchange.item import Item, Stripe, World
+
+
+class Exchange(Protocol):
+    """The contract. All functions are pure but ``rounds``, which works on the items' gradients and memory."""
+
+    ROUNDS: int
+    """How many times ``rounds`` yields."""
+
+    def refuse(self, codec: Compressor, spec: LayerSpec) -> str | None:
+        """Why it cannot carry this codec for this layer, or None."""
+
+    def wire_bytes(self, codec: Compressor, spec: LayerSpec, world: int) -> float:
+        """Payload bytes the busiest rank sends in a step for this layer."""
+
+    def owned(self, codec: Compressor, spec: LayerSpec, world: World) -> Stripe | None:
+        """The stripe this rank re-encodes and keeps slots for, if the exchange has such."""
+
+    def rounds(self, items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
+        """Replace each item's gradient by the mean over ranks; bitwise the same on every rank.
+
+        Args:
+            items: layers of one bucket, in the same order on every rank.
+            world: this rank, and how many there are.
+            buffer: the flat bucket, if the items are all of it.
+        """
+
+
+EXCHANGES: Mapping[str, Exchange] = MappingProxyType(
+    {
+        "dense": cast(Exchange, dense),
+        "gather": cast(Exchange, gather),
+        "scatter_gather": cast(Exchange, scatter_gather),
+        "low_rank": cast(Exchange, low_rank),
+    }
+)

@@ -1,0 +1,70 @@
+# `make` prints what there is. Every target sets up what it needs in .venv; a second run is quick.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+WHEEL := build/wheel-test
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint bench wheel-test clean types
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
+
+demo: $(READY)  ## train a small network on two processes: uncompressed, and with three codecs
+	$(BIN)/commlib train --task digits --ranks 2 --comm none --comm onebit --comm topk:ratio=0.01 --comm powersgd:rank=4
+
+test: $(READY)  ## all tests, with what ARGS adds: make test ARGS="-k onebit"
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY) types  ## ruff check, ruff format --check, mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY)  ## speed, error and size of every codec on this machine
+	$(BIN)/commlib bench codec
+
+# The wheel goes into a venv of its own that borrows the dependencies from .venv but not the editable
+# install (Python reads no .pth file of a folder that a .pth file names). The tests are copied away
+# from the sources: whatever they import is the wheel's or is not there.
+wheel-test: $(READY)  ## build the wheel and run the fast tests against it, away from the checkout
+	@rm -rf $(WHEEL) build/lib
+	@echo "building the wheel"
+	@$(BIN)/python -m build --wheel --no-isolation --outdir $(WHEEL)/dist . > $(WHEEL).log 2>&1 || { cat $(WHEEL).log; exit 1; }
+	@$(BIN)/python -m venv $(WHEEL)/venv
+	@$(WHEEL)/venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-index $(WHEEL)/dist/*.whl
+	@site='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+		$(BIN)/python -c "$$site" > "$$($(WHEEL)/venv/bin/python -c "$$site")/dependencies.pth"
+	@mkdir $(WHEEL)/elsewhere && cp -r pyproject.toml tests $(WHEEL)/elsewhere/
+	@cd $(WHEEL)/elsewhere && export PYTHONSAFEPATH=1 && \
+		../venv/bin/python -c 'import sys, commlib.bench, commlib.compressors, commlib.transports; \
+		from pathlib import Path; found = [Path(m.__file__) for n, m in sys.modules.items() if n.startswith("commlib")]; \
+		stray = [str(p) for p in found if Path(sys.prefix) not in p.parents]; \
+		sys.exit(f"not from the wheel: {stray}" if stray else None)' && \
+		../venv/bin/commlib doctor && \
+		../venv/bin/python -m pytest -m "not slow and not checkout" $(ARGS)
+
+clean:  ## remove what was built, and the caches; .venv stays
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# The package as it is installed, for mypy: see CONTRIBUTING.md.
+types:
+	@rm -rf build/typed && mkdir -p build/typed/commlib
+	@cd build/typed/commlib && ln -s ../../../commlib/* ../../../compressors ../../../transports ../../../bench .
+	@ln -s ../../tests/strategies.py build/typed/strategies.py
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+		echo "commlib needs Python 3.10 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1 || true)." >&2; \
+		echo "Name another one: make PYTHON=python3.12 …" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "$(PYTHON) cannot make virtual environments: apt install python3-venv" >&2; exit 1; }
+	@echo "setting up $(VENV) (torch is a large download the first time)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

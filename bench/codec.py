@@ -1,0 +1,167 @@
+"""``commlib bench codec``: speed, error and size of the codecs on this device.
+
+A codec's floor is memory traffic, so its time is also given as a multiple of the time that a plain
+copy of the same gradient takes. Copy, compress and decompress are timed in turn, round after
+round, so that a machine that slows down slows all three; each figure is the median of its rounds.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+
+from commlib.bench.report import Row, print_rows, progress
+from commlib.compressor import Compressor, LayerSpec, Memory
+from commlib.errors import MissingDependency
+from commlib.feedback import ErrorFeedback
+from commlib.registry import compressors, make
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def codec(
+    codecs: Annotated[
+        list[str] | None, typer.Option("--codec", help="Spec string, as topk:ratio=0.01; repeat it. Default: all.")
+    ] = None,
+    numel: Annotated[
+        list[int] | None, typer.Option(help="Values in the gradient; repeat it. Default: 1048576.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; lossy codecs convert, on the clock.")] = (
+        "float32"
+    ),
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1…; auto takes the GPU if there is one.")] = "auto",
+    repeat: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 11,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line instead of a table.")] = False,
+) -> None:
+    """Speed, error and size of codecs on one gradient.
+
+    Compress includes the error feedback the codec has by default; decompress_add adds into a buffer,
+    as a receiver does. GB/s count the bytes of the gradient, not of the payload; copy_multiple is the
+    time over that of a plain copy of it. error is δ = 1 − ‖x − C(x)‖²/‖x‖² of one shot at a normal
+    vector without feedback (1 is lossless).
+    """
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    where = pick_device(device)
+    rows: list[Row] = []
+    for name, n in progress([(c, n) for c in codecs or compressors() for n in numel or [1 << 20]], "codecs"):
+        try:
+            built = make(name)
+        except MissingDependency as e:
+            if codecs:
+                raise
+            typer.echo(f"{name} left out: {e}", err=True)
+            continue
+        rows += measure(built, n, _DTYPES[dtype], where, repeat=repeat)
+    print_rows(rows, title=f"codecs on {where}, reference kernels, median of {repeat}", as_json=as_json)
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of that name; ``auto`` is the first GPU if there is one.
+
+    Raises:
+        ValueError: no such device on this machine.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as e:
+        raise ValueError(f"device {name!r} cannot be used: {str(e).splitlines()[0]}; try auto or cpu") from e
+    return torch.device(name)
+
+
+def measure(
+    codec: Compressor, numel: int, dtype: torch.dtype, device: torch.device, *, repeat: int
+) -> list[dict[str, object]]:
+    """Two rows, ``compress`` and ``decompress_add``, for a standard normal gradient.
+
+    Args:
+        codec: with its error feedback around it, if it is to be timed with it.
+        numel: values; they are given to the codec as the squarest matrix of that many.
+        dtype: of the gradient; lossy codecs see a float32 copy made in the timed part.
+        device: where it lives.
+        repeat: timed rounds, after one that is not.
+
+    Raises:
+        ValueError: ``numel`` is not positive.
+    """
+    if numel < 1:
+        raise ValueError(f"numel must be at least 1, got {numel}")
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).view(squarest(numel)).to(device, dtype)
+    seen = x if codec.lossless else x.float()
+    spec = LayerSpec.of(seen, "bench")
+    payload = torch.zeros(codec.nbytes(spec), dtype=torch.uint8, device=device)
+    out, copied = torch.zeros_like(seen), torch.empty_like(x)
+    memory = Memory.zeros(codec, spec)
+
+    def compress() -> None:
+        codec.compress(x if codec.lossless else x.float(), payload, memory=memory, seed=1)
+
+    def decompress_add() -> None:
+        codec.decompress(payload, out, add=True, seed=1)
+
+    ops = {"copy": lambda: copied.copy_(x), "compress": compress, "decompress_add": decompress_add}
+    seconds = interleave(ops, device, repeat)
+    shared = {
+        "error": single_shot_delta(codec, seen),
+        "bits_per_value": 8 * payload.numel() / numel,
+    }
+    return [
+        {
+            "codec": str(codec),
+            "op": op,
+            "numel": numel,
+            "dtype": str(dtype).removeprefix("torch."),
+            "device": str(device),
+            "kernels": "reference",
+            "seconds": seconds[op],
+            "gb_per_s": numel * dtype.itemsize / seconds[op] / 1e9,
+            "copy_multiple": seconds[op] / seconds["copy"],
+            **shared,
+        }
+        for op in ("compress", "decompress_add")
+    ]
+
+
+def interleave(ops: Mapping[str, Callable[[], object]], device: torch.device, repeat: int) -> dict[str, float]:
+    """Median seconds of every operation, all of them timed once in each round; one round warms up."""
+    times: dict[str, list[float]] = {name: [] for name in ops}
+    for _ in range(repeat + 1):
+        for name, op in ops.items():
+            _synchronise(device)
+            start = time.perf_counter()
+            op()
+            _synchronise(device)
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(t[1:]) for name, t in times.items()}
+
+
+def single_shot_delta(codec: Compressor, x: Tensor) -> float:
+    """δ := 1 − ‖x − C(x)‖²/‖x‖² of one compression without error feedback; 1 is lossless, below 0 is expansion."""
+    plain = codec.inner if isinstance(codec, ErrorFeedback) else codec
+    spec = LayerSpec.of(x, "bench")
+    payload = torch.zeros(plain.nbytes(spec), dtype=torch.uint8, device=x.device)
+    decoded = torch.zeros_like(x)
+    plain.compress(x, payload, memory=Memory.zeros(plain, spec), seed=1)
+    plain.decompress(payload, decoded, seed=1)
+    exact = x.double()
+    return 1.0 - float((exact - decoded.double()).square().sum() / exact.square().sum())
+
+
+def squarest(numel: int) -> tuple[int, int]:
+    """(rows, columns) with rows·columns = numel, rows ≤ columns, as nearly square as can be."""
+    rows = next(r for r in range(math.isqrt(numel), 0, -1) if numel % r == 0)
+    return rows, numel // rows
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

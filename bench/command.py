@@ -1,0 +1,17 @@
+"""``commlib bench``: one sub-command per thing that can be measured."""
+
+from __future__ import annotations
+
+import typer
+
+from commlib.bench.codec import codec
+
+app = typer.Typer(name="bench", help="Measure the parts on this machine.", no_args_is_help=True)
+
+
+@app.callback()
+def _bench() -> None:
+    """Measure the parts on this machine."""
+
+
+app.command("codec")(codec)

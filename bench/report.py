@@ -1,0 +1,74 @@
+"""How every benchmark prints: a table for people, JSON lines for programs.
+
+A row is a mapping of column name to value. Both forms come from the same rows, so that what is
+read on the screen is what is stored.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TextIO, TypeVar
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+Row = Mapping[str, object]
+T = TypeVar("T")
+_PIPED_WIDTH = 160  # columns of a table that is not printed on a terminal: nothing is cut off
+
+
+def print_rows(rows: Sequence[Row], *, title: str = "", as_json: bool = False, file: TextIO | None = None) -> None:
+    """Print rows that all have the columns of the first.
+
+    Args:
+        rows: column name → value; floats are shown with four significant digits in the table.
+        title: above the table.
+        as_json: one JSON object a line instead, every digit kept.
+        file: standard output by default.
+
+    Raises:
+        ValueError: rows with different columns.
+    """
+    out = file or sys.stdout
+    columns = list(rows[0]) if rows else []
+    for row in rows:
+        if list(row) != columns:
+            raise ValueError(f"rows of one report need the same columns: {', '.join(columns)}; got {', '.join(row)}")
+    if as_json:
+        for row in rows:
+            print(json.dumps(row), file=out)
+        return
+    table = Table(title=title or None)
+    for name in columns:
+        numeric = all(isinstance(r[name], int | float | None) for r in rows)
+        table.add_column(name.replace("_", " "), justify="right" if numeric else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(cell(v) for v in row.values()))
+    console(out).print(table)
+
+
+def cell(value: object) -> str:
+    """A value as the table shows it."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)
+
+
+def console(file: TextIO) -> Console:
+    """A rich console that does not fold tables when they are piped into a file."""
+    return Console(file=file, width=None if file.isatty() else _PIPED_WIDTH, highlight=False, markup=False)
+
+
+def progress(items: Sequence[T], description: str) -> Iterable[T]:
+    """The items, with a bar on standard error while they are worked through, if that is a terminal."""
+    if not sys.stderr.isatty():
+        return iter(items)
+    shown: Iterator[T] = iter(track(items, description, console=Console(stderr=True), transient=True))
+    return shown

@@ -1,0 +1,125 @@
+"""The settings of a training command, checked before any rank starts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from commlib.errors import unknown
+from commlib.registry import make
+
+from .checkpoint import run_path
+from .tasks import TASKS, BadInput, Defaults
+
+OPTIMIZERS = ("adam", "sgd")
+DEVICES = ("auto", "cpu", "cuda")
+_OTHER_LR = {"adam": 0.002, "sgd": 0.05}  # where the optimizer is not the one the task was tuned with
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything a rank must know; None means the task's own default.
+
+    Args:
+        task: one of ``TASKS``.
+        comms: codec specs, trained one after the other.
+        seeds: each codec is trained once per seed.
+        steps, epochs: length of a run, at most one of them.
+        batch: examples per rank and step.
+        lr, optimizer, hidden: as the flags.
+        data: the task's file.
+        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        dense_steps, min_size, bucket_cap_mb: handed to ``commlib.attach`` and DDP.
+        amp: mixed precision with a GradScaler.
+        checkpoint: folder; None writes no checkpoints.
+        every: steps between checkpoints; None is only at the end.
+        resume: go on from the checkpoints in the folder.
+
+    Raises:
+        BadInput: a value that cannot be; the message names the flag.
+    """
+
+    task: str = "digits"
+    comms: tuple[str, ...] = ("none",)
+    seeds: tuple[int, ...] = (0,)
+    steps: int | None = None
+    epochs: int | None = None
+    batch: int | None = None
+    lr: float | None = None
+    optimizer: str | None = None
+    hidden: int | None = None
+    data: Path | None = None
+    device: str = "auto"
+    dense_steps: int = 0
+    min_size: int = 1024
+    bucket_cap_mb: float | None = None
+    amp: bool = False
+    checkpoint: Path | None = None
+    every: int | None = None
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("--task", self.task, TASKS)
+        _one_of("--device", self.device, DEVICES)
+        if self.optimizer is not None:
+            _one_of("--optimizer", self.optimizer, OPTIMIZERS)
+        if self.steps is not None and self.epochs is not None:
+            raise BadInput("give --steps or --epochs, not both")
+        for flag, value in (("steps", self.steps), ("epochs", self.epochs), ("batch", self.batch),
+                            ("hidden", self.hidden), ("checkpoint-every", self.every), ("seeds", len(self.seeds)),
+                            ("lr", self.lr), ("bucket-cap-mb", self.bucket_cap_mb)):  # fmt: skip
+            if value is not None and not value > 0:
+                raise BadInput(f"--{flag} must be above 0, got {value}")
+        for flag, value in (("dense-steps", self.dense_steps), ("min-size", self.min_size)):
+            if value < 0:
+                raise BadInput(f"--{flag} must not be negative, got {value}")
+        for flag, on in (("--resume", self.resume), ("--checkpoint-every", self.every is not None)):
+            if on and self.checkpoint is None:
+                raise BadInput(f"{flag} needs --checkpoint FOLDER")
+        if self.data is not None and not self.data.is_file():
+            raise BadInput(f"--data {self.data}: no such file")
+        if self.resume and self.checkpoint is not None and not self.checkpoint.is_dir():
+            raise BadInput(f"--resume: there is no folder {self.checkpoint}")
+        _check_comms(self.comms)
+        if self.checkpoint is not None and not self.resume:
+            used = [p for c in self.comms for s in self.seeds if (p := run_path(self.checkpoint, c, s)).exists()]
+            if used:
+                raise BadInput(f"{used[0]} already holds this run: add --resume, or name another --checkpoint folder")
+
+    def recipe(self, task: Defaults, comm: str) -> Defaults:
+        """How one codec is trained: the flags over the task's defaults; the same for every codec.
+
+        One exception: DGC applies momentum before it compresses, so the optimizer must not do it again.
+        """
+        optimizer = self.optimizer or task.optimizer
+        lr = task.lr if optimizer == task.optimizer else _OTHER_LR[optimizer]
+        return dataclasses.replace(
+            task,
+            optimizer=optimizer,
+            lr=self.lr or lr,
+            batch=self.batch or task.batch,
+            steps=self.steps or task.steps,
+            momentum=0.0 if comm.partition(":")[0].strip() == "dgc" else task.momentum,
+        )
+
+
+def check_ranks(ranks: int) -> None:
+    """Raises BadInput unless so many local ranks make sense."""
+    if ranks < 1:
+        raise BadInput(f"--ranks must be at least 1, got {ranks}")
+
+
+def _one_of(flag: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise BadInput(f"{flag}: {unknown(flag.strip('-'), value, known)}")
+
+
+def _check_comms(comms: Sequence[str]) -> None:
+    for i, spec in enumerate(comms):
+        try:
+            make(spec)
+        except ValueError as e:
+            raise BadInput(f"--comm {spec}: {e}") from e
+        if spec in comms[:i]:
+            raise BadInput(f"--comm {spec} is given twice")

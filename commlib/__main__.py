@@ -1,0 +1,6 @@
+"""``python -m commlib``: the ``commlib`` command where the scripts folder is not on the path."""
+
+from commlib.cli import main
+
+if __name__ == "__main__":
+    main()

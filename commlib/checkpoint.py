@@ -1,0 +1,155 @@
+"""State dicts: every rank's own, merged for a set of ranks, and fitted to another number of ranks.
+
+Layout (strings, numbers and tensors only; keys differ from rank to rank, so a distributed checkpoint keeps them all)::
+
+    {"format": 1, "world_size": P, "step": n, "layers": {name: "shape dtype"}, "routes": {name: route},
+     "ranks": {"0": {name: {slot: {"value": float32 tensor, "role": …, "start": row}}}, …}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commlib.compressor import LayerSpec, Slot
+from commlib.errors import CheckpointMismatch
+from commlib.exchange.item import World
+from commlib.memory import MemoryStore
+from commlib.route import Plan, PlannedLayer
+
+FORMAT = 1
+StateDict = dict[str, Any]
+
+
+def to_state(plan: Plan, store: MemoryStore, world: World, step: int) -> StateDict:
+    """This rank's state."""
+    return {
+        "format": FORMAT,
+        "world_size": world.size,
+        "step": step,
+        "layers": _layers(plan),
+        "routes": {p.spec.name: str(p.route) for p in plan},
+        "ranks": {str(world.rank): store.export()},
+    }
+
+
+def merge_state_dicts(states: Sequence[StateDict]) -> StateDict:
+    """One state dict from those of all ranks of a run, loadable by any rank of any number of ranks.
+
+    Raises:
+        ValueError: nothing to merge.
+        CheckpointMismatch: the parts come from different runs or steps, or a rank is there twice.
+    """
+    if not states:
+        raise ValueError("no state dicts to merge: pass the state_dict() of every rank")
+    merged = {**states[0], "ranks": {}}
+    for state in states:
+        for key in ("format", "world_size", "step", "layers", "routes"):
+            if state.get(key) != merged[key]:
+                raise CheckpointMismatch(
+                    f"state dicts of different runs: {key} is {merged[key]!r} in one and {state.get(key)!r} in another"
+                )
+        twice = set(state["ranks"]) & set(merged["ranks"])
+        if twice:
+            raise CheckpointMismatch(f"rank {', '.join(sorted(twice))} is there twice")
+        merged["ranks"].update(state["ranks"])
+    return merged
+
+
+def from_state(state: Mapping[str, Any], plan: Plan, store: MemoryStore, world: World, *, drop_residuals: bool) -> int:
+    """Fills ``store``; returns the step. Bit for bit if routes and world size are those of the checkpoint.
+
+    Otherwise what was pending is carried over: every rank gets the mean over the old ranks, so that
+    (1/P)·Σ residuals, all that later steps would have added to the mean gradient, is conserved.
+
+    Raises:
+        CheckpointMismatch: another format or model; ranks missing; or pending gradient for a layer whose
+            route now keeps none.
+    """
+    _check_model(state, plan)
+    if drop_residuals:
+        store.clear()
+        return int(state["step"])
+    ranks: Mapping[str, Any] = state["ranks"]
+    same = state["world_size"] == world.size and state["routes"] == {p.spec.name: str(p.route) for p in plan}
+    if same and str(world.rank) in ranks:
+        store.clear()
+        for name, slots in ranks[str(world.rank)].items():
+            for key, entry in slots.items():
+                slot = Slot(tuple(entry["value"].shape), entry["role"])
+                value = entry["value"].to(plan.layers[name].spec.device)
+                store.restore(name, key, slot, value, start=int(entry["start"]))
+        return int(state["step"])
+    missing = [r for r in range(state["world_size"]) if str(r) not in ranks]
+    if missing:
+        raise CheckpointMismatch(
+            f"this is the state of rank {', '.join(sorted(ranks))} of {state['world_size']}, loaded by rank {world.rank} of "
+            f"{world.size} with {'the same' if state['routes'] == _routes(plan) else 'other'} routes: collect every rank's "
+            f"state_dict() with commlib.merge_state_dicts and load that (missing: {', '.join(map(str, missing))})"
+        )
+    carried = {p.spec.name: _carry_over(p, [ranks[str(r)] for r in range(state["world_size"])]) for p in plan}
+    store.clear()
+    for name, values in carried.items():
+        for key, (slot, value) in values.items():
+            store.restore(name, key, slot, value.to(plan.layers[name].spec.device))
+    return int(state["step"])
+
+
+def _carry_over(layer: PlannedLayer, old: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Slot, Tensor]]:
+    """The slots of one layer on a rank of the new world, from those of all ranks of the old one."""
+    name = layer.spec.name
+    wanted = {**layer.dense.codec.slots(layer.spec), **layer.route.codec.slots(layer.spec)}
+    found = {key for rank in old for key in rank.get(name, {})}
+    result = {}
+    for key, slot in wanted.items():
+        if slot.role == "replicated":
+            value = old[0].get(name, {}).get(key, {}).get("value")
+            if value is not None and tuple(value.shape) == slot.shape:
+                result[key] = (slot, value)
+        elif key in found or "owner." + key in found:
+            result[key] = (slot, _mean(layer.spec, key, old))
+    lost = [k for k in ("residual",) if k in found and k not in wanted]
+    if lost:
+        raise CheckpointMismatch(
+            f"the checkpoint holds gradient of {name!r} that was not sent yet, but its route here, {layer.route}, keeps "
+            "no residual to put it in: give it a codec with error feedback, or drop it with load_state_dict(…, drop_residuals=True)"
+        )
+    return result
+
+
+def _mean(spec: LayerSpec, key: str, old: Sequence[Mapping[str, Any]]) -> Tensor:
+    """(1/P)·Σ of a slot over the old ranks, plus the owners' stripes, which are in units of the mean already."""
+    total = torch.zeros(spec.shape, dtype=torch.float64)
+    for rank in old:
+        entry = rank.get(spec.name, {}).get(key)
+        if entry is not None:
+            total += entry["value"].cpu()
+    total /= len(old)
+    for rank in old:
+        entry = rank.get(spec.name, {}).get("owner." + key)
+        if entry is not None and entry["value"].numel():
+            start = int(entry["start"])
+            total[start : start + len(entry["value"])] += entry["value"].cpu()
+    return total.float()
+
+
+def _check_model(state: Mapping[str, Any], plan: Plan) -> None:
+    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+        found = state.get("format") if isinstance(state, Mapping) else type(state).__name__
+        raise CheckpointMismatch(f"not a commlib state dict of format {FORMAT} (found {found!r})")
+    here, there = _layers(plan), state["layers"]
+    if here != there:
+        names = [n for n in {**there, **here} if here.get(n) != there.get(n)]
+        first = "; ".join(f"{n}: {there.get(n, 'absent')} there, {here.get(n, 'absent')} here" for n in names[:3])
+        raise CheckpointMismatch(f"checkpoint of another model: {len(names)} parameters differ ({first})")
+
+
+def _layers(plan: Plan) -> dict[str, str]:
+    return {p.spec.name: f"{'x'.join(map(str, p.spec.shape))} {str(p.spec.dtype)[6:]}" for p in plan}
+
+
+def _routes(plan: Plan) -> dict[str, str]:
+    return {p.spec.name: str(p.route) for p in plan}

@@ -1,0 +1,101 @@
+"""The collectives an exchange may ask for, as values.
+
+An exchange *yields* these instead of calling ``torch.distributed``. Whoever drives it decides on which
+process group, stream and thread they are issued, counts their bytes, and in tests may carry them out in
+memory, all ranks in one process (``commlib.testing.simulate``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from commlib.stats import Meter
+
+Payers = Sequence[tuple["Meter", int]]
+"""Whose bytes a collective carries: (layer's meter, its bytes in this rank's tensor)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AllReduce:
+    """Sum ``tensor`` over all ranks, in place; any dtype the backend can add."""
+
+    tensor: Tensor
+    payers: Payers = ()
+
+    def issue(self, group: Any) -> Any:
+        """Start it on a process group; returns the Work."""
+        return group.allreduce([self.tensor])
+
+    def wire_bytes(self, world: int) -> float:
+        """Bytes this rank sends in a ring: 2(P−1)/P of the tensor."""
+        return 2 * (world - 1) / world * self.tensor.nbytes
+
+
+@dataclasses.dataclass(frozen=True)
+class AllGather:
+    """``out``, shape (P, n), row p ← rank p's ``tensor``, shape (n,); uint8."""
+
+    out: Tensor
+    tensor: Tensor
+    payers: Payers = ()
+
+    def issue(self, group: Any) -> Any:
+        """Start it on a process group; returns the Work."""
+        return group._allgather_base(self.out.view(-1), self.tensor)
+
+    def wire_bytes(self, world: int) -> float:
+        """Bytes this rank sends in a ring: every payload but one passes through it."""
+        return (world - 1) * self.tensor.nbytes
+
+
+@dataclasses.dataclass(frozen=True)
+class AllToAll:
+    """Rank p gets the ``splits[p]`` bytes of ``tensor`` meant for it.
+
+    Args:
+        out: (Σ out_splits,) uint8, what the others have for this rank, in rank order.
+        tensor: (Σ splits,) uint8.
+        own: this rank's index, whose part does not travel.
+    """
+
+    out: Tensor
+    tensor: Tensor
+    out_splits: list[int]
+    splits: list[int]
+    own: int
+    payers: Payers = ()
+
+    def issue(self, group: Any) -> Any:
+        """Start it on a process group; returns the Work."""
+        return group.alltoall_base(self.out, self.tensor, self.out_splits, self.splits)
+
+    def wire_bytes(self, world: int) -> float:
+        """Bytes this rank sends: all parts but its own."""
+        return sum(self.splits) - self.splits[self.own]
+
+
+Collective = AllReduce | AllGather | AllToAll
+Rounds = Generator[list[Collective], None, None]
+"""An exchange under way: each ``next()`` computes up to the next round and yields its collectives."""
+
+
+def lockstep(parts: Sequence[Rounds]) -> Rounds:
+    """Several exchanges as one: round i of all of them is issued together, in the order given."""
+    live = list(parts)
+    while live:
+        batch: list[Collective] = []
+        going = []
+        for part in live:
+            try:
+                batch += next(part)
+                going.append(part)
+            except StopIteration:
+                pass
+        live = going
+        if batch:
+            yield batch

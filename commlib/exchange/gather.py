@@ -1,0 +1,51 @@
+"""``gather``: everyone gets everyone's payload and decodes them all, in rank order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from commlib.collective import AllGather, Rounds
+from commlib.compressor import Compressor, LayerSpec
+from commlib.exchange.item import Item, Packing, Stripe, World, payers
+
+ROUNDS = 1
+
+
+def refuse(codec: Compressor, spec: LayerSpec) -> str | None:
+    """Works for every codec."""
+    return None
+
+
+def wire_bytes(codec: Compressor, spec: LayerSpec, world: int) -> float:
+    """Bytes a rank sends a step."""
+    return (world - 1) * codec.nbytes(spec)
+
+
+def owned(codec: Compressor, spec: LayerSpec, world: World) -> Stripe | None:
+    """No rank owns a part."""
+    return None
+
+
+def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
+    """Compress, all-gather, sum the decoded payloads: the same bytes in the same order everywhere."""
+    packing = Packing([i.codec.nbytes(i.spec) for i in items])
+    device = items[0].grad.device
+    payload = packing.allocate(device)
+    for item, part in zip(items, packing.slices(payload), strict=True):
+        with item.meter.phase("compress"):
+            seed = item.seeds.of(item.codec, world.rank)
+            item.codec.compress(item.work_grad(), part, memory=item.memory, seed=seed)
+    gathered = torch.empty(world.size, packing.total, dtype=torch.uint8, device=device)
+    yield [AllGather(gathered, payload, payers(items, packing.lengths))]
+    parts = [packing.slices(row) for row in gathered]
+    for i, item in enumerate(items):
+        with item.meter.phase("decompress"):
+            out = item.work_out()
+            for rank in range(world.size):
+                item.codec.decompress(
+                    parts[rank][i], out, add=rank > 0, scale=1 / world.size, seed=item.seeds.of(item.codec, rank)
+                )
+            item.finish(out)

@@ -1,0 +1,118 @@
+"""What every exchange works on: one layer's gradient on its way through one step."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from commlib.collective import Payers
+from commlib.compressor import Compressor, LayerSpec, Memory
+from commlib.stats import Meter
+
+_ALIGN = 8  # codecs view parts of a payload as float32: every payload starts at such a boundary
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """Which rank of how many."""
+
+    rank: int
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Stripe:
+    """Rows ``start:stop`` of a layer's dimension 0, and their spec."""
+
+    start: int
+    stop: int
+    spec: LayerSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Seeds:
+    """Seeds of one layer in one step: a pure function of (seed, step, layer, rank, stage)."""
+
+    seed: int
+    step: int
+    layer: str
+
+    def of(self, codec: Compressor, rank: int, stage: str = "") -> int:
+        """63 bits; the same for all ranks if the codec shares its seed, and 0 if it draws nothing."""
+        if not codec.random:
+            return 0
+        who = "all" if codec.shared_seed else str(rank)
+        text = f"{self.seed}/{self.step}/{self.layer}/{who}/{stage}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One layer in one step.
+
+    Args:
+        spec: the layer.
+        codec: in force at this step (``Compressor.at`` has been applied).
+        grad: its local gradient, contiguous; overwritten by the mean over ranks.
+        memory: the codec's slots on this rank.
+        seeds: for random codecs.
+        meter: where its bytes and seconds are counted.
+        owner: slots for re-encoding the stripe this rank owns (scatter_gather only).
+    """
+
+    spec: LayerSpec
+    codec: Compressor
+    grad: Tensor
+    memory: Memory
+    seeds: Seeds
+    meter: Meter
+    owner: Memory
+
+    def work_grad(self) -> Tensor:
+        """The gradient in the dtype its codec works on, spec-shaped; a copy only if it must be converted."""
+        grad = self.grad.view(self.spec.shape)
+        return grad if self.codec.lossless or grad.dtype == torch.float32 else grad.float()
+
+    def work_out(self) -> Tensor:
+        """Where to decode to: the gradient itself, or float32 scratch to be handed to :meth:`finish`."""
+        grad = self.grad.view(self.spec.shape)
+        return grad if self.codec.lossless or grad.dtype == torch.float32 else torch.empty_like(grad, dtype=torch.float32)
+
+    def finish(self, out: Tensor) -> None:
+        """Brings decoded values into the gradient's dtype."""
+        if out.data_ptr() != self.grad.data_ptr():
+            self.grad.view(self.spec.shape).copy_(out)
+
+
+class Packing:
+    """Several payloads in one buffer, each at an aligned offset.
+
+    Args:
+        lengths: bytes of each payload.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = list(lengths)
+        self.offsets: list[int] = []
+        end = 0
+        for n in self.lengths:
+            self.offsets.append(end)
+            end += -(-n // _ALIGN) * _ALIGN
+        self.total = end
+
+    def allocate(self, device: torch.device) -> Tensor:
+        """A zeroed buffer (padding is sent too, and must not vary), shape (total,), uint8."""
+        return torch.zeros(self.total, dtype=torch.uint8, device=device)
+
+    def slices(self, buffer: Tensor) -> list[Tensor]:
+        """The payloads as views of a buffer of ``total`` bytes."""
+        return [buffer[o : o + n] for o, n in zip(self.offsets, self.lengths, strict=True)]
+
+
+def payers(items: Sequence[Item], lengths: Sequence[int]) -> Payers:
+    """Shares of a collective by payload length."""
+    return [(item.meter, n) for item, n in zip(items, lengths, strict=True)]

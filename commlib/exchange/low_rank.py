@@ -1,0 +1,98 @@
+"""``low_rank``: two all-reduces of thin matrices (PowerSGD, Vogels et al. 2019, Algorithms 1 and 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from commlib.collective import AllReduce, Rounds
+from commlib.compressor import Compressor, LayerSpec, LowRank
+from commlib.exchange.item import Item, Stripe, World, payers
+from commlib.feedback import ErrorFeedback
+
+ROUNDS = 2
+
+
+def refuse(codec: Compressor, spec: LayerSpec) -> str | None:
+    """Only codecs made of two thin matrices."""
+    if _low_rank(codec) is None:
+        return "its payload is no pair of thin matrices (powersgd's is)"
+    return None
+
+
+def wire_bytes(codec: Compressor, spec: LayerSpec, world: int) -> float:
+    """Bytes a rank sends a step."""
+    return 2 * (world - 1) / world * codec.nbytes(spec)
+
+
+def owned(codec: Compressor, spec: LayerSpec, world: World) -> Stripe | None:
+    """No rank owns a part."""
+    return None
+
+
+def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
+    """P = M·basis, averaged; orthogonalised; Q = Mᵀ·P, averaged; the mean gradient is P·Qᵀ.
+
+    The residual is M − P·(local Q)ᵀ, what the projection leaves of *this* rank's M. (PyTorch's hook keeps
+    M − P·(mean Q)ᵀ: the sums over ranks agree, but there each residual also walks at random with the
+    difference between the rank's gradients and the mean.)
+    """
+    codecs = [_require(item.codec) for item in items]
+    device = items[0].grad.device
+    matrices: list[Tensor] = []
+    lefts = _Factors([(i.spec.matrix[0], c.rank_of(i.spec)) for i, c in zip(items, codecs, strict=True)], device)
+    rights = _Factors([(i.spec.matrix[1], c.rank_of(i.spec)) for i, c in zip(items, codecs, strict=True)], device)
+    for item, p in zip(items, lefts.views, strict=True):
+        with item.meter.phase("compress"):
+            m = _with_residual(item).view(item.spec.matrix)
+            matrices.append(m)
+            torch.matmul(m, item.memory.old["basis"], out=p)
+    lefts.flat.div_(world.size)
+    yield [AllReduce(lefts.flat, payers(items, [p.nbytes for p in lefts.views]))]
+
+    bases = []
+    for item, codec, m, p, q in zip(items, codecs, matrices, lefts.views, rights.views, strict=True):
+        with item.meter.phase("compress"):
+            basis = codec.orthogonalise(p)
+            bases.append(basis)
+            torch.matmul(m.T, basis, out=q)
+            if "residual" in item.memory.new:
+                m.addmm_(basis, q.T, alpha=-1.0)  # m *is* the new residual
+    rights.flat.div_(world.size)
+    yield [AllReduce(rights.flat, payers(items, [q.nbytes for q in rights.views]))]
+
+    for item, codec, basis, q in zip(items, codecs, bases, rights.views, strict=True):
+        with item.meter.phase("decompress"):
+            codec.next_basis(q, item.memory.new["basis"])
+            out = item.work_out()
+            torch.matmul(basis, q.T, out=out.view(item.spec.matrix))
+            item.finish(out)
+
+
+class _Factors:
+    """Float32 matrices side by side in one buffer, so that one collective carries them."""
+
+    def __init__(self, shapes: Sequence[tuple[int, int]], device: torch.device) -> None:
+        sizes = [a * b for a, b in shapes]
+        self.flat = torch.empty(sum(sizes), dtype=torch.float32, device=device)
+        self.views = [v.view(s) for v, s in zip(self.flat.split(sizes), shapes, strict=True)]
+
+
+def _with_residual(item: Item) -> Tensor:
+    if "residual" in item.memory.old:
+        return torch.add(item.work_grad(), item.memory.old["residual"], out=item.memory.new["residual"])
+    return item.work_grad()
+
+
+def _low_rank(codec: Compressor) -> LowRank | None:
+    inner = codec.inner if isinstance(codec, ErrorFeedback) else codec
+    return inner if isinstance(inner, LowRank) else None
+
+
+def _require(codec: Compressor) -> LowRank:
+    found = _low_rank(codec)
+    if found is None:
+        raise ValueError(f"{codec}: {refuse(codec, LayerSpec('layer', (8, 8)))}")
+    return found

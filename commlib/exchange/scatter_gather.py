@@ -1,0 +1,104 @@
+"""``scatter_gather``: every rank owns a stripe, sums it, and sends the sum compressed again.
+
+The aggregation of CNTK's 1-bit SGD (Seide et al. 2014): 2(P−1)/P payloads sent instead of gather's P−1,
+for a second quantisation with a residual of its own. Stripes are cut *per layer*, along dimension 0 and at
+the codec's boundaries, never per bucket: so residuals do not depend on how DDP fills its buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from commlib.collective import AllGather, AllToAll, Rounds
+from commlib.compressor import Compressor, LayerSpec
+from commlib.exchange.item import Item, Packing, Stripe, World
+
+ROUNDS = 2
+
+
+def stripes(codec: Compressor, spec: LayerSpec, world: int) -> list[Stripe]:
+    """One contiguous stripe a rank; what does not divide goes to the low ranks, some may be empty."""
+    rows, unit = spec.shape[0], codec.stripe_rows(spec)
+    units = -(-rows // unit)
+    cuts = [min(rows, unit * (units // world * p + min(p, units % world))) for p in range(world + 1)]
+    return [Stripe(a, b, spec.row_slice(a, b)) for a, b in pairwise(cuts)]
+
+
+def refuse(codec: Compressor, spec: LayerSpec) -> str | None:
+    """The owner re-encodes a sum, so the codec may remember nothing but what error feedback adds to it."""
+    if not spec.shape:
+        return "a scalar has no rows to share out; use gather"
+    kept = set(codec.slots(spec))
+    if kept and not (kept == {"residual"} and codec.is_feedback):
+        return f"it keeps its own {', '.join(sorted(kept))} per worker and cannot re-encode a sum; use gather"
+    return None
+
+
+def wire_bytes(codec: Compressor, spec: LayerSpec, world: int) -> float:
+    """Bytes the busiest rank sends a step."""
+    lengths = [codec.nbytes(s.spec) for s in stripes(codec, spec, world)]
+    return sum(lengths) - min(lengths) + (world - 1) * max(lengths)
+
+
+def owned(codec: Compressor, spec: LayerSpec, world: World) -> Stripe | None:
+    """The stripe this rank owns, whose sum it re-encodes with a residual."""
+    return stripes(codec, spec, world.size)[world.rank]
+
+
+def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
+    """Scatter stripes, sum and re-encode one's own, gather them all; the owner too uses what the others decode."""
+    device = items[0].grad.device
+    cut = [stripes(i.codec, i.spec, world.size) for i in items]
+    # packings[p] holds the payloads, one a layer, of the stripes that rank p owns
+    packings = [
+        Packing([i.codec.nbytes(c[p].spec) for i, c in zip(items, cut, strict=True)]) for p in range(world.size)
+    ]
+    mine = packings[world.rank]
+    splits = [p.total for p in packings]
+
+    send = torch.zeros(sum(splits), dtype=torch.uint8, device=device)
+    outgoing = [p.slices(send[a:b]) for p, (a, b) in zip(packings, pairwise(accumulate(splits, initial=0)), strict=True)]
+    for i, (item, c) in enumerate(zip(items, cut, strict=True)):
+        with item.meter.phase("compress"):
+            grad = item.work_grad()
+            for p, s in enumerate(c):
+                seed = item.seeds.of(item.codec, world.rank, f"stripe {p}")
+                memory = item.memory.rows(s.start, s.stop)
+                item.codec.compress(grad[s.start : s.stop], outgoing[p][i], memory=memory, seed=seed)
+    received = torch.empty(world.size * mine.total, dtype=torch.uint8, device=device)
+    shares = [(item.meter, sum(p.lengths[i] for p in packings)) for i, item in enumerate(items)]
+    yield [AllToAll(received, send, [mine.total] * world.size, splits, world.rank, shares)]
+
+    incoming = [mine.slices(row) for row in received.view(world.size, mine.total)]
+    reply = torch.zeros(max(splits), dtype=torch.uint8, device=device)
+    for i, (item, c) in enumerate(zip(items, cut, strict=True)):
+        mean = _mean_of_stripe(item, c[world.rank], [row[i] for row in incoming], world)
+        with item.meter.phase("compress"):
+            seed = item.seeds.of(item.codec, world.rank, f"owner {world.rank}")
+            item.codec.compress(mean, mine.slices(reply)[i], memory=item.owner, seed=seed)
+    gathered = torch.empty(world.size, len(reply), dtype=torch.uint8, device=device)
+    yield [AllGather(gathered, reply, [(item.meter, n) for item, n in zip(items, mine.lengths, strict=True)])]
+
+    replies = [p.slices(row) for p, row in zip(packings, gathered, strict=True)]
+    for i, (item, c) in enumerate(zip(items, cut, strict=True)):
+        with item.meter.phase("decompress"):
+            out = item.work_out()
+            for p, s in enumerate(c):
+                seed = item.seeds.of(item.codec, p, f"owner {p}")
+                item.codec.decompress(replies[p][i], out[s.start : s.stop], seed=seed)
+            item.finish(out)
+
+
+def _mean_of_stripe(item: Item, stripe: Stripe, payloads: Sequence[Tensor], world: World) -> Tensor:
+    """The mean over ranks of this rank's stripe, decoded in rank order."""
+    with item.meter.phase("decompress"):
+        dtype = item.spec.dtype if item.codec.lossless else torch.float32
+        mean = torch.empty(stripe.spec.shape, dtype=dtype, device=item.grad.device)
+        for p, payload in enumerate(payloads):
+            seed = item.seeds.of(item.codec, p, f"stripe {world.rank}")
+            item.codec.decompress(payload, mean, add=p > 0, scale=1 / world.size, seed=seed)
+        return mean

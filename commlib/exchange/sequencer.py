@@ -1,0 +1,181 @@
+"""Issues every round of every bucket in the same order on every rank.
+
+The trap: a second round launched when the first one *completes* is launched in an order that differs from
+rank to rank, and collectives that do not match hang or corrupt. So:
+
+* Round 0 is issued by the thread that runs the hook. DDP calls hooks in bucket order, alike on all ranks.
+* Round i ≥ 1 is issued by lane i: one thread, one first-in-first-out queue, one process group of its own. Lane 1
+  receives buckets in the order in which round 0 was issued, lane 2 in the order in which lane 1 issued, and so on:
+  by induction every process group sees the same sequence everywhere, whatever completes first.
+* A lane blocks on nothing but the works of the round before, which are already issued on this rank and, on
+  each other rank, are issued by a thread that waits for this rank only in *earlier* rounds. So there is no cycle.
+
+Nothing waits in a callback, and the autograd thread waits for nothing.
+
+Where waiting is not blocking (NCCL: ``wait`` makes the current stream wait), no lanes are needed: the hook's
+thread enqueues all rounds of a bucket on a side stream at once, on one communicator, in bucket order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commlib.collective import Collective, Rounds
+
+
+@dataclasses.dataclass
+class _Trip:
+    """One bucket under way."""
+
+    label: str
+    rounds: Rounds
+    result: Tensor
+    future: torch.futures.Future[Tensor]
+    works: list[tuple[Any, Collective, float]] = dataclasses.field(default_factory=list)
+
+
+class Sequencer:
+    """Drives exchanges to their end.
+
+    Args:
+        groups: one process group a round; with one group only, all rounds are issued inline (NCCL).
+        world: number of ranks.
+        lost: turns a failed collective into the error to raise, given (what, the backend's error).
+    """
+
+    def __init__(
+        self, groups: Sequence[Any], world: int, lost: Callable[[str, BaseException], BaseException], *, inline: bool
+    ) -> None:
+        self._groups = list(groups)
+        self._world = world
+        self._lost = lost
+        self._inline = inline
+        self._queues: list[queue.SimpleQueue[_Trip | None]] = []
+        self._threads: list[threading.Thread] = []
+        self._streams: dict[torch.device, Any] = {}
+        self._failed: BaseException | None = None
+        self.wire_bytes = 0.0
+
+    def submit(self, label: str, rounds: Rounds, result: Tensor) -> torch.futures.Future[Tensor]:
+        """Starts an exchange; returns at once (on a blocking backend) with a future of ``result``.
+
+        Must be called in the same order on every rank. An error, on this rank or met while waiting for the
+        others, is the future's.
+        """
+        cuda = result.device.type == "cuda"
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[result.device] if cuda else [])
+        trip = _Trip(label, rounds, result, future)
+        if cuda:
+            stream = self._stream(result.device)
+            stream.wait_stream(torch.cuda.current_stream(result.device))
+            result.record_stream(stream)
+        if not self._inline and not self._threads:
+            self._start()
+        with self._on_stream(result.device):
+            self._advance(trip, 0)
+            while self._inline and trip.works:
+                self._finish_round(trip)
+                self._advance(trip, 0)
+        return future
+
+    def close(self, *, wait: bool = True) -> None:
+        """Ends the lanes once their buckets are through; with ``wait``, returns when they have ended."""
+        for q in self._queues:
+            q.put(None)
+        for t in self._threads if wait else ():
+            t.join()
+        self._queues, self._threads = [], []
+
+    # -- lanes ----------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self._queues = [queue.SimpleQueue() for _ in self._groups]
+        self._threads = [
+            threading.Thread(target=self._lane, args=(i + 1, q), name=f"commlib-lane-{i + 1}", daemon=True)
+            for i, q in enumerate(self._queues)
+        ]
+        for t in self._threads:
+            t.start()
+
+    def _lane(self, lane: int, inbox: queue.SimpleQueue[_Trip | None]) -> None:
+        while (trip := inbox.get()) is not None:
+            with self._on_stream(trip.result.device):
+                self._finish_round(trip)
+                self._advance(trip, lane)
+
+    def _finish_round(self, trip: _Trip) -> None:
+        """Waits for the works of the last round; a failure becomes the trip's."""
+        works, trip.works = trip.works, []
+        for work, collective, start in works:
+            try:
+                work.wait()
+            except Exception as e:
+                self._fail(trip, e)
+                return
+            seconds = time.perf_counter() - start
+            total = sum(n for _, n in collective.payers) or 1
+            for meter, n in collective.payers:
+                meter.add_wire(seconds * n / total)
+
+    def _advance(self, trip: _Trip, lane: int) -> None:
+        """Computes up to the trip's next round and issues it, or ends the trip."""
+        if trip.future.done():  # it failed
+            return
+        if self._failed is not None:
+            trip.future.set_exception(self._failed)
+            return
+        try:
+            batch = next(trip.rounds)
+        except StopIteration:
+            trip.future.set_result(trip.result)
+            return
+        except Exception as e:
+            self._failed = e
+            trip.future.set_exception(e)
+            return
+        group = self._groups[0 if self._inline else lane]
+        try:
+            trip.works = [(c.issue(group), c, time.perf_counter()) for c in batch]
+        except Exception as e:
+            self._fail(trip, e)
+            return
+        for c in batch:
+            self._count(c)
+        if not self._inline:
+            self._queues[lane].put(trip)
+
+    def _count(self, c: Collective) -> None:
+        sent = c.wire_bytes(self._world)
+        self.wire_bytes += sent
+        total = sum(n for _, n in c.payers) or 1
+        for meter, n in c.payers:
+            meter.wire += sent * n / total
+
+    def _fail(self, trip: _Trip, error: BaseException) -> None:
+        """After one failure the ranks are out of step for good: every later bucket fails with the same error."""
+        if self._failed is None:
+            self._failed = self._lost(trip.label, error)
+        trip.future.set_exception(self._failed)
+
+    # -- streams --------------------------------------------------------------------------------
+
+    def _stream(self, device: torch.device) -> Any:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+    @contextlib.contextmanager
+    def _on_stream(self, device: torch.device) -> Iterator[None]:
+        """One side stream for all of a device's exchanges, in hook and lanes alike; nothing on the CPU."""
+        with torch.cuda.stream(self._stream(device)) if device.type == "cuda" else contextlib.nullcontext():
+            with torch.no_grad():
+                yield

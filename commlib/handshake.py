@@ -1,0 +1,94 @@
+"""Do all ranks mean the same? Asked through the group's store: it works on any backend, has a deadline, and
+knows who has not answered.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+import torch.distributed as dist
+
+from commlib.errors import PeerLost, PlanMismatch
+from commlib.exchange.item import World
+
+
+def store_of(group: Any) -> Any:
+    """The key-value store behind a process group."""
+    return group.get_group_store()
+
+
+def agree(group: Any, key: str, mine: Mapping[str, str], world: World, timeout: float) -> None:
+    """Returns when every rank has published the same description under ``key``.
+
+    Args:
+        group: process group.
+        key: the same on all ranks, used once.
+        mine: what this rank is about to do; name → value.
+        world: this rank.
+        timeout: seconds to wait for the others.
+
+    Raises:
+        PlanMismatch: some rank's description differs; every rank raises it, naming both sides.
+        PeerLost: a rank did not answer in time; the message names it.
+    """
+    store = store_of(group)
+    packed: bytes = msgpack.packb(dict(mine))
+    digest = hashlib.sha256(packed).digest()
+    store.set(f"{key}/text/{world.rank}", packed)
+    store.set(f"{key}/digest/{world.rank}", digest)
+    missing = wait_for_all(store, f"{key}/digest", world, timeout)
+    if missing:
+        raise PeerLost(
+            f"commlib.attach: {_ranks(missing)} of {world.size} did not attach within {timeout:g} s "
+            f"(this is rank {world.rank}). Every rank must attach its models in the same order."
+        )
+    for other in range(world.size):
+        if store.get(f"{key}/digest/{other}") != digest:
+            theirs = msgpack.unpackb(store.get(f"{key}/text/{other}"))
+            raise PlanMismatch(f"ranks attached different things: {_difference(mine, theirs, world.rank, other)}")
+
+
+def publish_failure(group: Any, key: str, world: World, error: BaseException) -> None:
+    """Tells the ranks that wait in :func:`agree` why this one will not come."""
+    packed: bytes = msgpack.packb({"attach": f"failed: {error}"})
+    store = store_of(group)
+    store.set(f"{key}/text/{world.rank}", packed)
+    store.set(f"{key}/digest/{world.rank}", hashlib.sha256(packed).digest())
+
+
+def wait_for_all(store: Any, key: str, world: World, timeout: float) -> list[int]:
+    """The ranks that have not set ``key/rank`` after ``timeout`` seconds."""
+    keys = [f"{key}/{r}" for r in range(world.size)]
+    try:
+        store.wait(keys, datetime.timedelta(seconds=timeout))
+    except dist.DistError:
+        return [r for r, k in enumerate(keys) if not store.check([k])]
+    return []
+
+
+def roll_call(group: Any, key: str, world: World, timeout: float) -> str:
+    """After a failure: who else is still there, in words. Never raises."""
+    try:
+        store = store_of(group)
+        store.set(f"{key}/{world.rank}", b"here")
+        missing = wait_for_all(store, key, world, timeout)
+    except Exception as e:
+        return f"the store that would know who is missing does not answer either ({type(e).__name__})"
+    return f"{_ranks(missing)} did not answer a roll call" if missing else "all ranks still answer a roll call"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _difference(mine: Mapping[str, str], theirs: Mapping[str, str], me: int, other: int) -> str:
+    names = [n for n in {**mine, **theirs} if mine.get(n) != theirs.get(n)]
+    shown = "; ".join(
+        f"{n}: rank {me} has {mine.get(n, 'none')!r}, rank {other} has {theirs.get(n, 'none')!r}" for n in names[:3]
+    )
+    more = f"; and {len(names) - 3} more" if len(names) > 3 else ""
+    return shown + more

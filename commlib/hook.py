@@ -1,0 +1,297 @@
+"""``attach``: the one line on a DDP training loop, and the communication hook behind it."""
+
+# No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
+import datetime
+import itertools
+import weakref
+from collections import defaultdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commlib
+from commlib.checkpoint import StateDict, from_state, to_state
+from commlib.collective import Rounds, lockstep
+from commlib.compressor import Memory
+from commlib.errors import PeerLost
+from commlib.exchange import EXCHANGES
+from commlib.exchange.item import Item, Seeds, World
+from commlib.exchange.sequencer import Sequencer
+from commlib.handshake import agree, publish_failure, roll_call
+from commlib.loss_scale import LossScale
+from commlib.memory import MemoryStore
+from commlib.model import check_frozen_integers, layer_specs, one_device, trained_parameters
+from commlib.readback import Readback
+from commlib.route import Plan, Route, Rules, make_plan
+from commlib.stats import PHASES, LayerStats, Meter, Stats
+
+_attached: defaultdict[str, Any] = defaultdict(itertools.count)  # group name → how many models were attached to it
+
+
+class HookState:
+    """The state of commlib's DDP communication hook: plan, residuals, statistics.
+
+    ``commlib.attach(ddp, …)`` makes one and registers it; in PyTorch's own style::
+
+        ddp.register_comm_hook(commlib.HookState(ddp, "onebit"), commlib.hook)
+
+    Making one is collective: every rank of the group must do it, in the same order for several models.
+
+    Args:
+        module: the DDP module, or the module inside it.
+        compressor: a spec string (``"onebit"``, ``"topk:ratio=0.01@gather"``), a Compressor, a Route, or rules:
+            a mapping from name patterns to those; the first that matches decides, no match is dense.
+        process_group: the DDP's own, or one of the same ranks; by default the DDP's (the default group, if
+            ``module`` is not wrapped).
+        scaler: the GradScaler in use, so that residuals follow when its scale moves.
+        dense_steps: the first so many steps are exchanged uncompressed.
+        min_size: layers with fewer values stay dense.
+        seed: of the random codecs.
+        timeout: seconds to wait for the other ranks here.
+
+    Raises:
+        ValueError, TypeError: a bad option, rule or model.
+        PlanMismatch: another rank attached something else; every rank raises it.
+        PeerLost: a rank did not come in time.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        compressor: Rules = "none",
+        *,
+        process_group: Any = None,
+        scaler: Any = None,
+        dense_steps: int = 0,
+        min_size: int = 1024,
+        seed: int = 0,
+        timeout: float = 300.0,
+    ) -> None:
+        self._group = _group_of(module, process_group)
+        self.world = World(dist.get_rank(self._group), dist.get_world_size(self._group))
+        self._key = f"commlib/{next(_attached[self._group.group_name])}"
+        try:
+            for name, value in (("dense_steps", dense_steps), ("min_size", min_size)):
+                if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                    raise ValueError(f"{name} must be a whole number ≥ 0, got {value!r}")
+            inner = module.module if isinstance(module, DistributedDataParallel) else module
+            specs = layer_specs(inner)
+            if isinstance(compressor, dict):
+                check_frozen_integers(inner, compressor)
+            device = one_device(specs)
+            self.plan: Plan = make_plan(specs, compressor, world=self.world.size, min_size=min_size)
+            self._scale = LossScale(scaler, module)
+        except Exception as e:
+            publish_failure(self._group, self._key, self.world, e)
+            raise
+        terms = {"commlib": commlib.__version__, "dense_steps": str(dense_steps), "seed": str(seed)}
+        agree(self._group, self._key, {**terms, **self.plan.describe()}, self.world, timeout)
+        self._names = {id(p): n for n, p in trained_parameters(inner).items()}
+        self._specs = {s.name: s for s in specs}
+        self._dense_steps, self._seed = dense_steps, seed
+        self._meters = {s.name: Meter(s.device) for s in specs}
+        self._store = MemoryStore()
+        self._watched = any(p.route.codec.slots(p.spec) or p.route.codec.random for p in self.plan) or dense_steps > 0
+        self._sequencer = self._make_sequencer(device)
+        weakref.finalize(self, self._sequencer.close, wait=False)
+        self._step = self._skipped = 0
+        self._buckets: list[torch.futures.Future[Tensor]] = []  # of the step under way
+        self._finite: list[Readback] = []
+        self._complete = self._discarded = False
+
+    # -- what a user calls ----------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """Bytes and seconds since attach, on this rank. On CUDA waits for what was timed."""
+        self._settle()
+        layers = {}
+        for p in self.plan:
+            meter = self._meters[p.spec.name]
+            layers[p.spec.name] = LayerStats(
+                str(p.route), p.spec.numel, round(meter.wire), round(meter.dense), meter.seconds()
+            )
+        seconds = {phase: sum(layer.seconds[phase] for layer in layers.values()) for phase in PHASES}
+        dense = round(sum(m.dense for m in self._meters.values()))
+        return Stats(self._step, self._skipped, round(self._sequencer.wire_bytes), dense, seconds, layers)
+
+    def state_dict(self) -> StateDict:
+        """This rank's residuals and step count: copies in unscaled units, valid at any time between steps.
+
+        Every rank has its own; save them all. :func:`commlib.merge_state_dicts` makes one of them.
+        """
+        self._settle()
+        return to_state(self.plan, self._store, self.world, self._step)
+
+    def load_state_dict(self, state: StateDict, *, drop_residuals: bool = False) -> None:
+        """Takes over a state: this rank's own (same world size and routes), or a merged one (any).
+
+        Args:
+            state: from :meth:`state_dict` or :func:`commlib.merge_state_dicts`.
+            drop_residuals: take only the step count; gradient that was not sent yet is lost.
+
+        Raises:
+            CheckpointMismatch: another model, or ranks missing; nothing is changed then.
+        """
+        self._settle()
+        self._step = from_state(state, self.plan, self._store, self.world, drop_residuals=drop_residuals)
+
+    def discard_step(self) -> None:
+        """Declares that the optimizer will not apply the step just exchanged: it leaves no trace in any residual.
+
+        Non-finite steps are discarded without it. Call it on every rank, before the next backward pass.
+        """
+        self._discarded = True
+
+    def close(self) -> None:
+        """Ends the hook's threads; the model cannot be trained with it any more."""
+        self._sequencer.close()
+
+    # -- a step, bucket by bucket ---------------------------------------------------------------
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Exchanges one bucket; DDP calls this (through :func:`hook`) in bucket order on every rank."""
+        if bucket.index() == 0:
+            self._settle(abandon=True)
+            self._store.rescale(self._scale.now())
+        buffer = bucket.buffer()
+        items, names = [], []
+        routes: dict[str, list[Item]] = {}
+        for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            name = self._names[id(parameter)]
+            route = self._route(name)
+            item = self._item(name, route, grad)
+            routes.setdefault(route.exchange, []).append(item)
+            items.append(item)
+            names.append(name)
+        label = f"bucket {bucket.index()} ({names[0]} … {names[-1]}) of step {self._step}"
+        future = self._sequencer.submit(label, self._rounds(routes, buffer), buffer)
+        self._buckets.append(future)
+        self._complete = bucket.is_last()
+        return future
+
+    def _rounds(self, routes: dict[str, list[Item]], buffer: Tensor) -> Rounds:
+        whole = buffer if len(routes) == 1 else None
+        yield from lockstep([EXCHANGES[name].rounds(items, self.world, whole) for name, items in routes.items()])
+        if self._watched:
+            largest = torch.linalg.vector_norm(buffer, float("inf")) if buffer.numel() else buffer.new_zeros(())
+            self._finite.append(Readback(torch.isfinite(largest)))
+
+    def _route(self, name: str) -> Route:
+        planned = self.plan.layers[name]
+        if self._step < self._dense_steps:
+            return planned.dense
+        codec = planned.route.codec.at(self._step - self._dense_steps)
+        return planned.route if codec is planned.route.codec else Route(planned.route.exchange, codec)
+
+    def _item(self, name: str, route: Route, grad: Tensor) -> Item:
+        spec, codec, meter = self._specs[name], route.codec, self._meters[name]
+        if spec.dtype != grad.dtype:  # DDP's mixed precision reduces in another dtype
+            spec = type(spec)(spec.name, spec.shape, grad.dtype, spec.device, spec.kind)
+        meter.dense += 2 * (self.world.size - 1) / self.world.size * spec.nbytes
+        owner = Memory({}, {})
+        stripe = route.carrier().owned(codec, spec, self.world)
+        if stripe is not None:
+            owner = self._store.owner(spec, codec.slots(stripe.spec), stripe.start)
+        memory = self._store.memory(spec, codec.slots(spec))
+        return Item(spec, codec, grad, memory, Seeds(self._seed, self._step, name), meter, owner)
+
+    def _settle(self, *, abandon: bool = False) -> None:
+        """Decides what became of the last step, before anything reads or replaces what it left.
+
+        A step that came out non-finite on any rank did so on all, for all decode the same bytes; so all
+        decide alike. One that broke off half-way is given up when the next begins (``abandon``).
+        """
+        if not self._buckets or not (self._complete or abandon):
+            return
+        finished = self._complete and all(_came_through(f) for f in self._buckets)
+        if finished and not self._discarded and all(r.get() for r in self._finite):
+            self._store.commit()
+            self._step += 1
+        else:
+            self._store.discard()
+            self._skipped += 1
+        self._buckets, self._finite = [], []
+        self._complete = self._discarded = False
+
+    # -- groups ---------------------------------------------------------------------------------
+
+    def _make_sequencer(self, device: torch.device) -> Sequencer:
+        rounds = max(p.route.carrier().ROUNDS for p in self.plan)
+        backend = self._group._get_backend(device)
+        inline = device.type == "cuda" and backend.name() == "nccl"
+        groups = [self._group]
+        if not inline:  # a group for each later round, of the same ranks: only they take part in making it
+            ranks = dist.get_process_group_ranks(self._group)
+            config = str(dist.get_backend_config(self._group))
+            timeout = getattr(getattr(backend, "options", None), "_timeout", datetime.timedelta(minutes=30))
+            groups += [
+                dist.new_group(ranks, timeout=timeout, backend=config, use_local_synchronization=True)
+                for _ in range(rounds - 1)
+            ]
+        group, key, world = self._group, self._key, self.world  # not self: the sequencer must not keep us alive
+
+        def lost(label: str, error: BaseException) -> PeerLost:
+            who = roll_call(group, f"{key}/lost", world, timeout=5.0)
+            return PeerLost(f"rank {world.rank} of {world.size} could not exchange {label}: {error}; {who}")
+
+        return Sequencer(groups, world.size, lost, inline=inline)
+
+
+def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The communication hook: ``ddp.register_comm_hook(commlib.HookState(ddp, …), commlib.hook)``."""
+    return state.reduce(bucket)
+
+
+def attach(ddp: DistributedDataParallel, compressor: Rules = "none", **options: Any) -> HookState:
+    """Compresses the gradient exchange of a DDP model from now on. Collective.
+
+    Args:
+        ddp: a DistributedDataParallel without a communication hook.
+        compressor: see :class:`HookState`; the default is dense, and equals plain DDP bit for bit.
+        **options: those of :class:`HookState`.
+
+    Returns:
+        The hook's state: ``plan``, ``stats()``, ``state_dict()``, ``load_state_dict()``.
+
+    Raises:
+        TypeError: not a DDP model.
+        ValueError: a hook is registered already; and whatever :class:`HookState` raises.
+    """
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(
+            f"commlib.attach needs a torch.nn.parallel.DistributedDataParallel, got {type(ddp).__name__}: "
+            "wrap the model first, ddp = DistributedDataParallel(model)"
+        )
+    if getattr(ddp, "_comm_hooks", None):
+        name = getattr(ddp._comm_hooks[0][0], "__qualname__", "unknown")
+        raise ValueError(
+            f"this DDP model already has a communication hook ({name}); PyTorch allows one for its lifetime: "
+            "wrap the model in a new DistributedDataParallel"
+        )
+    state = HookState(ddp, compressor, **options)
+    ddp.register_comm_hook(state, hook)
+    return state
+
+
+def _group_of(module: nn.Module, given: Any) -> Any:
+    own = module.process_group if isinstance(module, DistributedDataParallel) else None
+    group = given or own or dist.group.WORLD
+    if group is None:
+        raise ValueError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
+    if own is not None and dist.get_process_group_ranks(group) != dist.get_process_group_ranks(own):
+        raise ValueError(
+            f"process_group has ranks {dist.get_process_group_ranks(group)}, but the DDP model reduces over "
+            f"{dist.get_process_group_ranks(own)}: they must be the same ranks in the same order"
+        )
+    return group
+
+
+def _came_through(future: torch.futures.Future[Tensor]) -> bool:
+    try:
+        future.wait()
+    except Exception:  # DDP has raised it to the user already
+        return False
+    return True

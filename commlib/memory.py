@@ -1,0 +1,119 @@
+"""What codecs remember: two buffers a slot, committed or forgotten a step at a time, keyed by parameter name."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from commlib.compressor import LayerSpec, Memory, Slot, init_slot
+
+_OWNER = "owner."  # prefix of the slots of a stripe's owner
+
+
+@dataclasses.dataclass
+class _Pair:
+    """``tensors[live]`` is what was committed last; the other one is written by the step under way."""
+
+    slot: Slot
+    tensors: list[Tensor]
+    live: int = 0
+    written: bool = False
+    start: int = 0  # first row of the layer, for an owner's stripe
+
+
+class MemoryStore:
+    """The slots of all layers of one rank.
+
+    Each slot has two buffers used in turn: a step reads one and writes the other, and they change roles
+    when the step is known to be finite (:meth:`commit`). A step that is not is forgotten by leaving the
+    roles alone (:meth:`discard`). It costs memory but no traffic.
+
+    Buffers are made when first asked for. Values in gradient units are multiples of ``unit``, the loss
+    scale of the last step.
+    """
+
+    def __init__(self) -> None:
+        self._pairs: dict[str, dict[str, _Pair]] = {}
+        self._pending: list[_Pair] = []
+        self.unit = 1.0
+
+    def memory(self, spec: LayerSpec, slots: Mapping[str, Slot], *, prefix: str = "", start: int = 0) -> Memory:
+        """The slots of a layer for the step under way, which must write all of them."""
+        layer = self._pairs.setdefault(spec.name, {})
+        old, new = {}, {}
+        for key, slot in slots.items():
+            pair = layer.get(prefix + key)
+            if pair is None or pair.slot.shape != slot.shape:
+                first = init_slot(slot, spec, seed=_layer_seed(spec.name))
+                pair = layer[prefix + key] = _Pair(slot, [first, torch.empty_like(first)], start=start)
+            old[key], new[key] = pair.tensors[pair.live], pair.tensors[1 - pair.live]
+            if not pair.written:
+                pair.written = True
+                self._pending.append(pair)
+        return Memory(old, new)
+
+    def owner(self, spec: LayerSpec, slots: Mapping[str, Slot], start: int) -> Memory:
+        """The slots for the stripe of the layer that this rank owns, from row ``start``."""
+        return self.memory(spec, slots, prefix=_OWNER, start=start)
+
+    def commit(self) -> None:
+        """What the step wrote becomes what the next one reads."""
+        for pair in self._pending:
+            pair.live = 1 - pair.live
+        self.discard()
+
+    def discard(self) -> None:
+        """The step under way never happened."""
+        for pair in self._pending:
+            pair.written = False
+        self._pending = []
+
+    def rescale(self, unit: float) -> None:
+        """Brings all values in gradient units to a new loss scale (exact for powers of two)."""
+        if unit == self.unit or not 0 < unit < float("inf"):
+            return
+        factor = unit / self.unit
+        for layer in self._pairs.values():
+            for pair in layer.values():
+                if pair.slot.role != "replicated":
+                    pair.tensors[pair.live].mul_(factor)
+        self.unit = unit
+
+    # -- to and from checkpoints ----------------------------------------------------------------
+
+    def export(self) -> dict[str, dict[str, dict[str, object]]]:
+        """Layer → slot → {value: float32 copy in unscaled units, role, start}; committed values only."""
+        return {
+            name: {
+                key: {"value": self._unscaled(p), "role": p.slot.role, "start": p.start} for key, p in layer.items()
+            }
+            for name, layer in self._pairs.items()
+            if layer
+        }
+
+    def restore(self, name: str, key: str, slot: Slot, value: Tensor, *, start: int = 0) -> None:
+        """Puts a committed value back, given in unscaled units."""
+        pair = self._pairs.setdefault(name, {}).get(key)
+        if pair is None or pair.slot.shape != slot.shape:
+            pair = _Pair(slot, [torch.empty_like(value), torch.empty_like(value)], start=start)
+            self._pairs[name][key] = pair
+        live = pair.tensors[pair.live]
+        live.copy_(value)
+        if slot.role != "replicated" and self.unit != 1.0:
+            live.mul_(self.unit)
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._pairs, self._pending = {}, []
+
+    def _unscaled(self, pair: _Pair) -> Tensor:
+        value = pair.tensors[pair.live].clone()
+        return value if pair.slot.role == "replicated" or self.unit == 1.0 else value.div_(self.unit)
+
+
+def _layer_seed(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1

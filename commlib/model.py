@@ -1,0 +1,92 @@
+"""What a model's parameters are called, and what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from commlib.compressor import Kind, LayerSpec
+
+_CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_NORM = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+
+
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Name → parameter for all that need a gradient; shared ones once, under their first name.
+
+    The prefixes that DDP and torch.compile add are left out, so a checkpoint does not depend on them.
+    """
+    return {_plain(n): p for n, p in module.named_parameters() if p.requires_grad}
+
+
+def layer_specs(module: nn.Module) -> list[LayerSpec]:
+    """The specs of :func:`trained_parameters`, in the same order.
+
+    Raises:
+        TypeError: a trained parameter is not real floating point.
+        ValueError: an embedding with ``sparse=True``; nothing to train.
+    """
+    kinds = _kinds(module)
+    specs = [
+        LayerSpec(name, tuple(p.shape), p.dtype, p.device, kinds.get(name, "other"))
+        for name, p in trained_parameters(module).items()
+    ]
+    if not specs:
+        raise ValueError("the model has no parameter that requires a gradient: there is nothing to exchange")
+    return specs
+
+
+def check_frozen_integers(module: nn.Module, names: Mapping[str, object]) -> None:
+    """Raises TypeError if a rule names, without wildcards, a parameter that has no gradient to compress."""
+    for full, p in module.named_parameters():
+        name = _plain(full)
+        if name in names and not p.requires_grad:
+            what = f"is {p.dtype}" if not p.dtype.is_floating_point else "is frozen (requires_grad=False)"
+            raise TypeError(f"rule {name!r}: the parameter {what}, so it has no gradient to compress; remove the rule")
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.removeprefix("module.").split(".") if part != "_orig_mod")
+
+
+def _kinds(module: nn.Module) -> dict[str, Kind]:
+    kinds: dict[str, Kind] = {}
+    for prefix, m in module.named_modules():
+        if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse:
+            raise ValueError(
+                f"{_plain(prefix) or type(m).__name__} is an embedding with sparse=True: its sparse gradients cannot go "
+                "through a DDP bucket's codec; set sparse=False"
+            )
+        for local, _ in m.named_parameters(recurse=False):
+            name = _plain(f"{prefix}.{local}" if prefix else local)
+            kinds.setdefault(name, _kind(m, local))
+    return kinds
+
+
+def _kind(m: nn.Module, local: str) -> Kind:
+    if isinstance(m, _NORM):
+        return "norm"
+    if local.startswith("bias"):
+        return "bias"
+    if local == "weight":
+        if isinstance(m, nn.Linear):
+            return "linear.weight"
+        if isinstance(m, _CONV):
+            return "conv.weight"
+        if isinstance(m, nn.Embedding):
+            return "embedding.weight"
+    return "other"
+
+
+def one_device(specs: list[LayerSpec]) -> torch.device:
+    """The device of all layers.
+
+    Raises:
+        ValueError: they are on several kinds of device.
+    """
+    kinds = {s.device.type for s in specs}
+    if len(kinds) > 1:
+        raise ValueError(f"parameters on {', '.join(sorted(kinds))}: all must be on one kind of device")
+    return specs[0].device

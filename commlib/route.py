@@ -1,0 +1,165 @@
+"""Which way each layer goes: routes, the rules that choose them, and the plan they add up to."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Union
+
+from commlib.compressor import Compressor, LayerSpec
+from commlib.errors import unknown
+from commlib.exchange import EXCHANGES, Exchange
+from commlib.registry import make
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """An exchange and the codec whose payloads it carries. As text: ``onebit:axis=tensor@gather``.
+
+    Args:
+        exchange: dense, gather, scatter_gather or low_rank.
+        codec: taken as it is; wrap it in :class:`ErrorFeedback` if it needs that.
+
+    Raises:
+        ValueError: unknown exchange.
+    """
+
+    exchange: str
+    codec: Compressor
+
+    def __post_init__(self) -> None:
+        if self.exchange not in EXCHANGES:
+            raise ValueError(unknown("exchange", self.exchange, EXCHANGES))
+
+    def carrier(self) -> Exchange:
+        """The exchange's module."""
+        return EXCHANGES[self.exchange]
+
+    def refuse(self, spec: LayerSpec) -> str | None:
+        """Why this pair cannot carry this layer, or None."""
+        return self.carrier().refuse(self.codec, spec)
+
+    def __str__(self) -> str:
+        return f"{self.codec}@{self.exchange}"
+
+
+Rule = Union[str, Compressor, Route]
+Rules = Union[Rule, Mapping[str, Rule]]
+_DENSE = ("dense", "none")
+
+
+def resolve(rule: Rule, world: int) -> Route:
+    """A route from what a user writes; a plain spec string gets the exchange that suits it.
+
+    Quantisers go by ``gather`` between two ranks (the same bytes as scatter_gather there, one round and one
+    rounding fewer) and by ``scatter_gather`` between more; the other codecs say which exchange is theirs.
+
+    Raises:
+        ValueError: unknown codec, option or exchange, or a pair that cannot work.
+        TypeError: not a rule.
+    """
+    if isinstance(rule, Route):
+        route = rule
+    else:
+        text, _, exchange = rule.partition("@") if isinstance(rule, str) else (rule, "", "")
+        codec = make("none" if text == "dense" else text)
+        route = Route(exchange.strip() or codec.default_exchange or ("gather" if world <= 2 else "scatter_gather"), codec)
+    reason = route.refuse(LayerSpec("any", (64, 64)))
+    if reason:
+        raise ValueError(f"{route.codec} cannot go over {route.exchange}: {reason}")
+    return route
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedLayer:
+    """One line of a plan: the layer, its route, the dense route of warm-up steps, and why."""
+
+    spec: LayerSpec
+    route: Route
+    dense: Route
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Layer by layer, how gradients travel. Prints as a table."""
+
+    layers: Mapping[str, PlannedLayer]
+    world: int
+
+    def __iter__(self) -> Iterator[PlannedLayer]:
+        return iter(self.layers.values())
+
+    def describe(self) -> dict[str, str]:
+        """Name → ``shape dtype route``: what every rank must agree on."""
+        return {
+            p.spec.name: f"{'x'.join(map(str, p.spec.shape)) or 'scalar'} {str(p.spec.dtype)[6:]} {p.route}" for p in self
+        }
+
+    def __str__(self) -> str:
+        head = ("layer", "shape", "route", "bytes/step", "of dense", "why")
+        rows = [head]
+        for p in self:
+            sent = p.route.carrier().wire_bytes(p.route.codec, p.spec, self.world)
+            full = 2 * (self.world - 1) / self.world * p.spec.nbytes
+            share = f"1/{full / sent:.1f}" if sent else "-"
+            shape = "x".join(map(str, p.spec.shape)) or "scalar"
+            rows.append((p.spec.name, shape, str(p.route), f"{sent:,.0f}", share, p.reason))
+        widths = [max(len(r[i]) for r in rows) for i in range(len(head))]
+        right = {3, 4}
+        return "\n".join(
+            "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))).rstrip()
+            for r in rows
+        )
+
+
+def make_plan(specs: Sequence[LayerSpec], rules: Rules, *, world: int, min_size: int) -> Plan:
+    """The plan for a model's layers. The first rule whose pattern matches a layer's name decides.
+
+    A layer stays dense if no rule matches it, if it has fewer than ``min_size`` values, if the codec
+    refuses it (a vector for powersgd), or if its payload would be no smaller than the gradient.
+
+    Raises:
+        ValueError, TypeError: a bad rule, or a pattern that matches no layer.
+    """
+    if isinstance(rules, Mapping):
+        table = [(pattern, resolve(rule, world)) for pattern, rule in rules.items()]
+        _check_patterns(table, specs)
+    else:
+        table = [("*", resolve(rules, world))]
+    layers = {}
+    for spec in specs:
+        match = next(((p, r) for p, r in table if fnmatchcase(spec.name, p)), None)
+        layers[spec.name] = _plan_layer(spec, match, world, min_size)
+    return Plan(layers, world)
+
+
+def _plan_layer(spec: LayerSpec, match: tuple[str, Route] | None, world: int, min_size: int) -> PlannedLayer:
+    plain = resolve("none", world)
+    if match is None:
+        return PlannedLayer(spec, plain, plain, "no rule matches")
+    pattern, route = match
+    form = route.codec.dense_form()
+    dense = plain if form is None else Route("dense", form)
+    if route.exchange == "dense" and route.codec.lossless:
+        return PlannedLayer(spec, route, route, f"rule {pattern!r}")
+    if spec.numel < min_size:
+        return PlannedLayer(spec, dense, dense, f"{spec.numel} values < min_size={min_size}")
+    reason = route.codec.refuse(spec) or route.refuse(spec)
+    if reason is None and not route.codec.lossless and route.codec.nbytes(spec) >= spec.nbytes:
+        reason = f"its payload of {route.codec.nbytes(spec)} bytes would be no smaller than {spec.nbytes}"
+    if reason:
+        return PlannedLayer(spec, dense, dense, reason)
+    return PlannedLayer(spec, route, dense, f"rule {pattern!r}")
+
+
+def _check_patterns(table: Sequence[tuple[str, Route]], specs: Sequence[LayerSpec]) -> None:
+    names = [s.name for s in specs]
+    for pattern, _ in table:
+        if pattern != "*" and not any(fnmatchcase(n, pattern) for n in names):
+            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            some = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+            raise ValueError(f"rule {pattern!r} matches no trained parameter (there are: {some}{hint})")

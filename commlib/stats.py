@@ -1,0 +1,93 @@
+"""What an exchange cost: bytes and seconds, per layer and in all."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+PHASES = ("compress", "wire", "decompress")
+
+
+@dataclasses.dataclass
+class LayerStats:
+    """One layer since ``attach``; bytes are those this rank sent, ``dense_bytes`` what plain DDP would have."""
+
+    route: str
+    numel: int
+    wire_bytes: int
+    dense_bytes: int
+    seconds: dict[str, float]
+
+
+@dataclasses.dataclass
+class Stats:
+    """Totals since ``attach`` on this rank.
+
+    Args:
+        steps: steps whose residuals were committed.
+        skipped: steps that came out non-finite (or were discarded) and left no trace.
+        wire_bytes: payload bytes this rank sent, by the ring or pairwise algorithm (:mod:`commlib.collective`).
+        dense_bytes: what a ring all-reduce of the same gradients would have sent.
+        seconds: by phase. ``wire`` runs from issue to completion, so it includes waiting for slower
+            ranks and for the link, and the wires of several buckets may overlap in time.
+        layers: by parameter name.
+    """
+
+    steps: int
+    skipped: int
+    wire_bytes: int
+    dense_bytes: int
+    seconds: dict[str, float]
+    layers: dict[str, LayerStats]
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes than dense; infinite if nothing was sent."""
+        return self.dense_bytes / self.wire_bytes if self.wire_bytes else float("inf")
+
+
+class Meter:
+    """Counts for one layer. On CUDA the phases are timed by events, read only when asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.wire = 0.0
+        self.dense = 0.0
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._cuda = device.type == "cuda"
+        self._events: list[tuple[str, Any, Any]] = []
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the time spent inside to a phase."""
+        if not self._cuda:
+            start = time.perf_counter()
+            yield
+            self._seconds[name] += time.perf_counter() - start
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        yield
+        end.record()
+        self._events.append((name, begin, end))
+        if len(self._events) > 64:  # a long run must not pile them up; old ones are done
+            self._drain(wait=False)
+
+    def add_wire(self, seconds: float) -> None:
+        """Adds time spent on the wire."""
+        self._seconds["wire"] += seconds
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase; on CUDA waits for the work that was timed."""
+        self._drain(wait=True)
+        return dict(self._seconds)
+
+    def _drain(self, *, wait: bool) -> None:
+        while self._events and (wait or self._events[0][2].query()):
+            name, begin, end = self._events.pop(0)
+            end.synchronize()
+            self._seconds[name] += begin.elapsed_time(end) / 1e3

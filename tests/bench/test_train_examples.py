@@ -1,0 +1,37 @@
+"""The scripts in examples/ run as their first lines say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+pytestmark = [pytest.mark.slow, pytest.mark.checkout]
+
+
+def run(name: str) -> str:
+    """What an example prints under torchrun with two ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*command, str(EXAMPLES / name)], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_plain_ddp_script() -> None:
+    pytest.importorskip("sklearn")
+    found = re.fullmatch(r"test accuracy (.*)%; sent (.*) times fewer bytes than plain DDP\n", run("ddp_digits.py"))
+    assert found is not None
+    assert float(found[1]) > 85
+    assert float(found[2]) > 15
+
+
+def test_own_codec() -> None:
+    out = run("own_codec.py")
+    losses = [float(x) for x in re.findall(r"step +\d+: loss (\S+)\n", out)]
+    assert len(losses) == 3
+    assert losses[2] < losses[0] / 10
+    assert float(re.findall(r"sent (\S+) times fewer", out)[0]) > 3.5

@@ -1,0 +1,109 @@
+"""What holds for every test: nothing it starts outlives it, one torch thread, GPU tests skip without a GPU."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+_PATIENCE = 5.0  # seconds that what a test started may take to go away by itself
+_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # Python keeps them until it exits
+_LISTENING = "0A"  # state in /proc/net/tcp
+
+# A test that starts processes shares two cores with them: a deadline would measure the machine.
+settings.register_profile("local", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, database=None, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device: torch.cuda.is_available() is False")
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Fail a test that leaves a child process, a non-daemon thread or a listening socket behind."""
+    looks: dict[str, Callable[[], dict[object, str]]] = {
+        "child processes": children,
+        "non-daemon threads": threads,
+        "listening sockets": listeners,
+    }
+    before = {what: set(look()) for what, look in looks.items()}
+    yield
+    end = time.monotonic() + _PATIENCE
+    while True:
+        left = {what: [v for k, v in look().items() if k not in before[what]] for what, look in looks.items()}
+        if not any(left.values()):
+            return
+        if time.monotonic() > end:
+            pytest.fail("left behind: " + "; ".join(f"{k}: {', '.join(v)}" for k, v in left.items() if v))
+        gc.collect()  # a process group closes its sockets when it is collected
+        time.sleep(0.02)
+
+
+def children() -> dict[object, str]:
+    """Process id → command line of every child that is not one of Python's own helpers; zombies count."""
+    found: dict[object, str] = {}
+    for task in Path("/proc/self/task").glob("*/children"):
+        try:
+            pids = task.read_text().split()
+        except OSError:
+            continue  # the thread has ended
+        for pid in pids:
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue  # the child has ended
+            if not any(h in command for h in _HELPERS):
+                found[pid] = f"{pid} ({command.strip() or 'zombie'})"
+    return found
+
+
+def threads() -> dict[object, str]:
+    """Every live non-daemon thread by identity."""
+    return {t: t.name for t in threading.enumerate() if not t.daemon}
+
+
+def listeners() -> dict[object, str]:
+    """Inode → address of every listening TCP or Unix socket that this process has open."""
+    ours = set()
+    for fd in Path("/proc/self/fd").glob("*"):
+        try:
+            target = os.readlink(fd)
+        except OSError:
+            continue  # closed meanwhile, as the descriptor of this very listing is
+        if target.startswith("socket:["):
+            ours.add(target[len("socket:[") : -1])
+    found: dict[object, str] = {}
+    for table in ("tcp", "tcp6"):
+        for line in _lines(f"/proc/net/{table}"):
+            fields = line.split()
+            if fields[3] == _LISTENING and fields[9] in ours:
+                found[fields[9]] = f"{table} port {int(fields[1].rpartition(':')[2], 16)}"
+    for line in _lines("/proc/net/unix"):
+        fields = line.split()
+        accepts = int(fields[3], 16) & 0x10000  # __SO_ACCEPTCON
+        if accepts and fields[6] in ours:
+            found[fields[6]] = f"unix {fields[7] if len(fields) > 7 else 'unnamed'}"
+    return found
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text(errors="replace").splitlines()[1:]
+    except OSError:
+        return []  # not Linux, or no IPv6

@@ -13,7 +13,7 @@ from commlib.compressor import Compressor, LayerSpec, LowRank, Memory, Slot
 from commlib.errors import CheckpointMismatch, CommlibError, MissingDependency, PeerLost, PlanMismatch
 from commlib.feedback import ErrorFeedback
 from commlib.hook import HookState, attach, hook
-from commlib.registry import compressors, make
+from commlib.registry import make
 from commlib.route import Plan, Route
 from commlib.stats import LayerStats, Stats
 
@@ -35,7 +35,6 @@ __all__ = [
     "Slot",
     "Stats",
     "attach",
-    "compressors",
     "hook",
     "make",
     "merge_state_dicts",

@@ -31,7 +31,7 @@ def to_state(plan: Plan, store: MemoryStore, world: World, step: int) -> StateDi
         "world_size": world.size,
         "step": step,
         "layers": _layers(plan),
-        "routes": {p.spec.name: str(p.route) for p in plan},
+        "routes": _routes(plan),
         "ranks": {str(world.rank): store.export()},
     }
 
@@ -74,7 +74,7 @@ def from_state(state: Mapping[str, Any], plan: Plan, store: MemoryStore, world: 
         store.clear()
         return int(state["step"])
     ranks: Mapping[str, Any] = state["ranks"]
-    same = state["world_size"] == world.size and state["routes"] == {p.spec.name: str(p.route) for p in plan}
+    same = state["world_size"] == world.size and state["routes"] == _routes(plan)
     if same and str(world.rank) in ranks:
         store.clear()
         for name, slots in ranks[str(world.rank)].items():
@@ -85,10 +85,11 @@ def from_state(state: Mapping[str, Any], plan: Plan, store: MemoryStore, world: 
         return int(state["step"])
     missing = [r for r in range(state["world_size"]) if str(r) not in ranks]
     if missing:
+        routes = "the same" if state["routes"] == _routes(plan) else "other"
         raise CheckpointMismatch(
-            f"this is the state of rank {', '.join(sorted(ranks))} of {state['world_size']}, loaded by rank {world.rank} of "
-            f"{world.size} with {'the same' if state['routes'] == _routes(plan) else 'other'} routes: collect every rank's "
-            f"state_dict() with commlib.merge_state_dicts and load that (missing: {', '.join(map(str, missing))})"
+            f"this is the state of rank {', '.join(sorted(ranks))} of {state['world_size']}, loaded by rank "
+            f"{world.rank} of {world.size} with {routes} routes: collect every rank's state_dict() with "
+            f"commlib.merge_state_dicts and load that (missing: rank {', '.join(map(str, missing))})"
         )
     carried = {p.spec.name: _carry_over(p, [ranks[str(r)] for r in range(state["world_size"])]) for p in plan}
     store.clear()
@@ -114,8 +115,9 @@ def _carry_over(layer: PlannedLayer, old: Sequence[Mapping[str, Any]]) -> dict[s
     lost = [k for k in ("residual",) if k in found and k not in wanted]
     if lost:
         raise CheckpointMismatch(
-            f"the checkpoint holds gradient of {name!r} that was not sent yet, but its route here, {layer.route}, keeps "
-            "no residual to put it in: give it a codec with error feedback, or drop it with load_state_dict(…, drop_residuals=True)"
+            f"the checkpoint holds gradient of {name!r} that was not sent yet, but its route here, {layer.route}, "
+            "keeps no residual to put it in: give it a codec with error feedback, or lose that gradient with "
+            "load_state_dict(…, drop_residuals=True)"
         )
     return result
 
@@ -136,7 +138,7 @@ def _mean(spec: LayerSpec, key: str, old: Sequence[Mapping[str, Any]]) -> Tensor
     return total.float()
 
 
-def _check_model(state: Mapping[str, Any], plan: Plan) -> None:
+def _check_model(state: Any, plan: Plan) -> None:
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:
         found = state.get("format") if isinstance(state, Mapping) else type(state).__name__
         raise CheckpointMismatch(f"not a commlib state dict of format {FORMAT} (found {found!r})")
@@ -148,7 +150,7 @@ def _check_model(state: Mapping[str, Any], plan: Plan) -> None:
 
 
 def _layers(plan: Plan) -> dict[str, str]:
-    return {p.spec.name: f"{'x'.join(map(str, p.spec.shape))} {str(p.spec.dtype)[6:]}" for p in plan}
+    return {p.spec.name: p.spec.layout() for p in plan}
 
 
 def _routes(plan: Plan) -> dict[str, str]:

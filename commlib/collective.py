@@ -2,7 +2,7 @@
 
 An exchange *yields* these instead of calling ``torch.distributed``. Whoever drives it decides on which
 process group, stream and thread they are issued, counts their bytes, and in tests may carry them out in
-memory, all ranks in one process (``commlib.testing.simulate``).
+memory, all ranks in one process (``commlib.simulate``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class AllReduce:
 
 @dataclasses.dataclass(frozen=True)
 class AllGather:
-    """``out``, shape (P, n), row p ← rank p's ``tensor``, shape (n,); uint8."""
+    """``out``, shape (P·n,), part p ← rank p's ``tensor``, shape (n,); uint8."""
 
     out: Tensor
     tensor: Tensor
@@ -46,7 +46,7 @@ class AllGather:
 
     def issue(self, group: Any) -> Any:
         """Start it on a process group; returns the Work."""
-        return group._allgather_base(self.out.view(-1), self.tensor)
+        return group._allgather_base(self.out, self.tensor)
 
     def wire_bytes(self, world: int) -> float:
         """Bytes this rank sends in a ring: every payload but one passes through it."""

@@ -11,130 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-Kind = Literal["linear.weight", "conv.weight", "embedding.weight", "norm", "bias", "other"]
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerSpec:
-    """What a route is chosen for: one parameter, as every rank sees it.
-
-    Args:
-        name: fully qualified parameter name, without DDP's or torch.compile's prefixes.
-        shape: the parameter's shape; ``()`` is a scalar.
-        dtype: the gradient's dtype; must be floating point.
-        device: where the gradient lives.
-        kind: the role of the parameter in its module.
-        rows: K, the batch rows seen per step, where the gradient factors; otherwise None.
-
-    Raises:
-        TypeError: if ``dtype`` is not a real floating-point type.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-    device: torch.device = torch.device("cpu")
-    kind: Kind = "other"
-    rows: int | None = None
-
-    def __post_init__(self) -> None:
-        if not self.dtype.is_floating_point:
-            raise TypeError(
-                f"parameter {self.name!r} is {self.dtype}: only real floating-point gradients can be "
-                "compressed; freeze it (requires_grad=False) or keep it as a buffer"
-            )
-
-    @classmethod
-    def of(cls, x: Tensor, name: str = "tensor") -> LayerSpec:
-        """The spec of a bare tensor."""
-        return cls(name=name, shape=tuple(x.shape), dtype=x.dtype, device=x.device)
-
-    @property
-    def numel(self) -> int:
-        """Number of values."""
-        return _product(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the uncompressed gradient."""
-        return self.numel * self.dtype.itemsize
-
-    @property
-    def matrix(self) -> tuple[int, int]:
-        """(rows, columns) of the gradient seen as a matrix: dimension 0 against all others."""
-        if len(self.shape) < 2:
-            return self.numel, 1
-        return self.shape[0], _product(self.shape[1:])
-
-    def row_slice(self, start: int, stop: int) -> LayerSpec:
-        """The spec of rows ``start:stop`` along dimension 0."""
-        return dataclasses.replace(self, shape=(stop - start, *self.shape[1:]))
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    n = 1
-    for s in shape:
-        n *= s
-    return n
-
-
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """One float32 tensor that a codec keeps for one layer between steps.
-
-    Args:
-        shape: its shape.
-        role: what it means when the loss scale or the world size changes.
-            ``"pending"`` — gradient not sent yet: follows the loss scale, and the mean over ranks
-            is conserved when ranks come or go. ``"local"`` — in gradient units too, but not owed to
-            anyone (a momentum): treated alike. ``"replicated"`` — the same on every rank and without
-            a unit (a basis).
-        init: ``"zeros"``, or ``"normal"`` — standard normal, seeded by the layer and equal on all ranks.
-    """
-
-    shape: tuple[int, ...]
-    role: Literal["pending", "local", "replicated"] = "pending"
-    init: Literal["zeros", "normal"] = "zeros"
-
-
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """The slots of one layer during one step: ``old`` is read, ``new`` is written.
-
-    They are two tensors, so that a step that turns out to be non-finite can be forgotten by not
-    swapping them. A caller who does not need that may pass the same tensors twice: codecs must
-    work in place as well.
-    """
-
-    old: Mapping[str, Tensor]
-    new: Mapping[str, Tensor]
-
-    @classmethod
-    def zeros(cls, codec: Compressor, spec: LayerSpec) -> Memory:
-        """Fresh in-place memory for use outside a training loop (``old is new``)."""
-        slots = {k: init_slot(s, spec, seed=0) for k, s in codec.slots(spec).items()}
-        return cls(slots, slots)
-
-    def rows(self, start: int, stop: int) -> Memory:
-        """The part of every slot that belongs to rows ``start:stop`` of dimension 0."""
-        return Memory(
-            {k: v[start:stop] for k, v in self.old.items()},
-            {k: v[start:stop] for k, v in self.new.items()},
-        )
-
-
-def init_slot(slot: Slot, spec: LayerSpec, *, seed: int) -> Tensor:
-    """A slot's first value, float32 on the layer's device."""
-    if slot.init == "zeros":
-        return torch.zeros(slot.shape, dtype=torch.float32, device=spec.device)
-    gen = torch.Generator().manual_seed(seed)  # on the CPU: the same numbers on every kind of device
-    return torch.randn(slot.shape, generator=gen, dtype=torch.float32).to(spec.device)
+from commlib.layer import Kind as Kind
+from commlib.layer import LayerSpec as LayerSpec
+from commlib.slots import Memory as Memory
+from commlib.slots import Slot as Slot
+from commlib.slots import init_slot as init_slot
 
 
 class Compressor(ABC):
@@ -158,8 +44,8 @@ class Compressor(ABC):
     Attributes:
         name: what the spec string calls it.
         unbiased: E[decode(encode(x))] = x over seeds. Biased codecs get error feedback by default.
-        lossless: decodes to ``x`` itself (or to what its slots make of it); such a codec sees ``x`` in its own dtype, all others
-            see float32.
+        lossless: decodes to ``x`` itself (or to what its slots make of it); such a codec sees ``x`` in
+            its own dtype, all others see float32.
         random: draws from ``seed``.
         shared_seed: all ranks must be given the same seed, and decoding needs it too.
         default_exchange: which exchange a plain spec string gets; None picks by world size.
@@ -221,9 +107,7 @@ class Compressor(ABC):
 
     # -- what a caller uses ---------------------------------------------------------------------
 
-    def compress(
-        self, x: Tensor, payload: Tensor, *, memory: Memory | None = None, seed: int | None = None
-    ) -> None:
+    def compress(self, x: Tensor, payload: Tensor, *, memory: Memory | None = None, seed: int | None = None) -> None:
         """Compress a gradient.
 
         Args:

@@ -74,9 +74,8 @@ class HookState:
         self.world = World(dist.get_rank(self._group), dist.get_world_size(self._group))
         self._key = f"commlib/{next(_attached[self._group.group_name])}"
         try:
-            for name, value in (("dense_steps", dense_steps), ("min_size", min_size)):
-                if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                    raise ValueError(f"{name} must be a whole number ≥ 0, got {value!r}")
+            _check_count("dense_steps", dense_steps)
+            _check_count("min_size", min_size)
             inner = module.module if isinstance(module, DistributedDataParallel) else module
             specs = layer_specs(inner)
             if isinstance(compressor, dict):
@@ -151,20 +150,18 @@ class HookState:
 
     # -- a step, bucket by bucket ---------------------------------------------------------------
 
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Exchanges one bucket; DDP calls this (through :func:`hook`) in bucket order on every rank."""
         if bucket.index() == 0:
             self._settle(abandon=True)
             self._store.rescale(self._scale.now())
         buffer = bucket.buffer()
-        items, names = [], []
+        names = []
         routes: dict[str, list[Item]] = {}
         for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
             name = self._names[id(parameter)]
             route = self._route(name)
-            item = self._item(name, route, grad)
-            routes.setdefault(route.exchange, []).append(item)
-            items.append(item)
+            routes.setdefault(route.exchange, []).append(self._item(name, route, grad))
             names.append(name)
         label = f"bucket {bucket.index()} ({names[0]} … {names[-1]}) of step {self._step}"
         future = self._sequencer.submit(label, self._rounds(routes, buffer), buffer)
@@ -240,7 +237,7 @@ class HookState:
         return Sequencer(groups, world.size, lost, inline=inline)
 
 
-def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """The communication hook: ``ddp.register_comm_hook(commlib.HookState(ddp, …), commlib.hook)``."""
     return state.reduce(bucket)
 
@@ -277,8 +274,8 @@ def attach(ddp: DistributedDataParallel, compressor: Rules = "none", **options: 
 
 
 def _group_of(module: nn.Module, given: Any) -> Any:
-    own = module.process_group if isinstance(module, DistributedDataParallel) else None
-    group = given or own or dist.group.WORLD
+    own: Any = module.process_group if isinstance(module, DistributedDataParallel) else None
+    group: Any = next((g for g in (given, own, dist.group.WORLD) if g is not None), None)
     if group is None:
         raise ValueError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
     if own is not None and dist.get_process_group_ranks(group) != dist.get_process_group_ranks(own):
@@ -287,6 +284,11 @@ def _group_of(module: nn.Module, given: Any) -> Any:
             f"{dist.get_process_group_ranks(own)}: they must be the same ranks in the same order"
         )
     return group
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} must be a whole number ≥ 0, got {value!r}")
 
 
 def _came_through(future: torch.futures.Future[Tensor]) -> bool:

@@ -88,9 +88,7 @@ class MemoryStore:
     def export(self) -> dict[str, dict[str, dict[str, object]]]:
         """Layer → slot → {value: float32 copy in unscaled units, role, start}; committed values only."""
         return {
-            name: {
-                key: {"value": self._unscaled(p), "role": p.slot.role, "start": p.start} for key, p in layer.items()
-            }
+            name: {key: {"value": self._unscaled(p), "role": p.slot.role, "start": p.start} for key, p in layer.items()}
             for name, layer in self._pairs.items()
             if layer
         }

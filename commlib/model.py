@@ -56,8 +56,8 @@ def _kinds(module: nn.Module) -> dict[str, Kind]:
     for prefix, m in module.named_modules():
         if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse:
             raise ValueError(
-                f"{_plain(prefix) or type(m).__name__} is an embedding with sparse=True: its sparse gradients cannot go "
-                "through a DDP bucket's codec; set sparse=False"
+                f"{_plain(prefix) or type(m).__name__} is an embedding with sparse=True: its sparse gradients cannot "
+                "go through a DDP bucket's codec; set sparse=False"
             )
         for local, _ in m.named_parameters(recurse=False):
             name = _plain(f"{prefix}.{local}" if prefix else local)

@@ -17,7 +17,7 @@ import typing
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 from commlib.compressor import Compressor
 from commlib.errors import MissingDependency, unknown
@@ -58,7 +58,10 @@ def load(name: str) -> type[Compressor]:
     try:
         cls = known[name].load()
     except ImportError as e:
-        raise MissingDependency(f"compressor {name!r} needs {e.name!r}: pip install {e.name}") from e
+        package = (e.name or "").partition(".")[0]
+        if not package or package == "commlib":  # a broken module, not a missing package
+            raise
+        raise MissingDependency(f"compressor {name!r} needs the package {package!r}: pip install {package}") from e
     if not (isinstance(cls, type) and issubclass(cls, Compressor)):
         raise TypeError(f"entry point {known[name].value} of compressor {name!r} is not a commlib.Compressor")
     return cls
@@ -91,7 +94,7 @@ def make_plain(spec: str) -> Compressor:
 
 def build(cls: type[Compressor], options: Mapping[str, str]) -> Compressor:
     """An instance from option strings, each converted to the type of its dataclass field."""
-    fields = {f.name: f for f in dataclasses.fields(cast(Any, cls)) if f.init} if dataclasses.is_dataclass(cls) else {}
+    fields = _fields(cls)
     hints = typing.get_type_hints(cls)
     values: dict[str, object] = {}
     for key, text in options.items():
@@ -99,6 +102,10 @@ def build(cls: type[Compressor], options: Mapping[str, str]) -> Compressor:
             raise ValueError(f"{cls.name}: {unknown('option', key, [*fields, 'ef'])}")
         values[key] = _convert(cls.name, key, text, hints[key])
     return cls(**values)
+
+
+def _fields(cls: Any) -> dict[str, dataclasses.Field[Any]]:
+    return {f.name: f for f in dataclasses.fields(cls) if f.init} if dataclasses.is_dataclass(cls) else {}
 
 
 def _split_options(spec: str, tail: str) -> dict[str, str]:
@@ -128,4 +135,5 @@ def _convert(name: str, key: str, text: str, kind: object) -> object:
     try:
         return convert(text)
     except ValueError:
-        raise ValueError(f"{name}: {key} must be {'a whole number' if kind is int else 'a number'}, got {text!r}") from None
+        wanted = "a whole number" if kind is int else "a number"
+        raise ValueError(f"{name}: {key} must be {wanted}, got {text!r}") from None

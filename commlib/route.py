@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Union
 
 from commlib.compressor import Compressor, LayerSpec
 from commlib.errors import unknown
@@ -45,9 +44,8 @@ class Route:
         return f"{self.codec}@{self.exchange}"
 
 
-Rule = Union[str, Compressor, Route]
-Rules = Union[Rule, Mapping[str, Rule]]
-_DENSE = ("dense", "none")
+Rule = str | Compressor | Route
+Rules = Rule | Mapping[str, Rule]
 
 
 def resolve(rule: Rule, world: int) -> Route:
@@ -65,7 +63,8 @@ def resolve(rule: Rule, world: int) -> Route:
     else:
         text, _, exchange = rule.partition("@") if isinstance(rule, str) else (rule, "", "")
         codec = make("none" if text == "dense" else text)
-        route = Route(exchange.strip() or codec.default_exchange or ("gather" if world <= 2 else "scatter_gather"), codec)
+        suited = codec.default_exchange or ("gather" if world <= 2 else "scatter_gather")
+        route = Route(exchange.strip() or suited, codec)
     reason = route.refuse(LayerSpec("any", (64, 64)))
     if reason:
         raise ValueError(f"{route.codec} cannot go over {route.exchange}: {reason}")
@@ -94,25 +93,20 @@ class Plan:
 
     def describe(self) -> dict[str, str]:
         """Name → ``shape dtype route``: what every rank must agree on."""
-        return {
-            p.spec.name: f"{'x'.join(map(str, p.spec.shape)) or 'scalar'} {str(p.spec.dtype)[6:]} {p.route}" for p in self
-        }
+        return {p.spec.name: f"{p.spec.layout()} {p.route}" for p in self}
 
     def __str__(self) -> str:
-        head = ("layer", "shape", "route", "bytes/step", "of dense", "why")
+        head = ("layer", "gradient", "route", "bytes/step", "of dense", "why")
         rows = [head]
         for p in self:
             sent = p.route.carrier().wire_bytes(p.route.codec, p.spec, self.world)
             full = 2 * (self.world - 1) / self.world * p.spec.nbytes
             share = f"1/{full / sent:.1f}" if sent else "-"
-            shape = "x".join(map(str, p.spec.shape)) or "scalar"
-            rows.append((p.spec.name, shape, str(p.route), f"{sent:,.0f}", share, p.reason))
+            rows.append((p.spec.name, p.spec.layout(), str(p.route), f"{sent:,.0f}", share, p.reason))
         widths = [max(len(r[i]) for r in rows) for i in range(len(head))]
-        right = {3, 4}
-        return "\n".join(
-            "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))).rstrip()
-            for r in rows
-        )
+        align = [str.ljust, str.ljust, str.ljust, str.rjust, str.rjust, str.ljust]
+        lines = ["  ".join(a(c, w) for a, c, w in zip(align, r, widths, strict=True)) for r in rows]
+        return "\n".join(line.rstrip() for line in lines)
 
 
 def make_plan(specs: Sequence[LayerSpec], rules: Rules, *, world: int, min_size: int) -> Plan:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fleet import Fleet
 from hypothesis import settings
 
 _PATIENCE = 5.0  # seconds that what a test started may take to go away by itself
@@ -32,6 +33,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def fleet() -> Iterator[Fleet]:
+    """Rank processes that live as long as the session (tests/fleet.py)."""
+    ranks = Fleet()
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture(autouse=True)

@@ -54,7 +54,7 @@ def show(report: Mapping[str, Any]) -> None:
     console.print(
         f"task {r['task']}: {r['train_examples']:,} training and {r['test_examples']:,} test examples, "
         f"model of {r['parameters']:,} parameters",
-        f"{r['ranks']} ranks over {r['backend']} on {r['device']} ({r['threads_per_rank']} threads each), "
+        f"{r['ranks']} rank{'s' * (r['ranks'] > 1)} over {r['backend']} on {r['device']} ({r['threads_per_rank']} threads each), "
         f"{r['steps']:,} steps of {r['batch_per_rank']} × {r['ranks']} examples, torch {r['torch']}",
         sep="\n",
         highlight=False,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from commlib.errors import unknown
-from commlib.registry import make
+from commlib.route import resolve
 
 from .checkpoint import run_path
 from .tasks import TASKS, BadInput, Defaults
@@ -118,7 +118,7 @@ def _one_of(flag: str, value: str, known: Sequence[str]) -> None:
 def _check_comms(comms: Sequence[str]) -> None:
     for i, spec in enumerate(comms):
         try:
-            make(spec)
+            resolve(spec, world=2)
         except ValueError as e:
             raise BadInput(f"--comm {spec}: {e}") from e
         if spec in comms[:i]:

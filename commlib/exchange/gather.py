@@ -9,7 +9,7 @@ from torch import Tensor
 
 from commlib.collective import AllGather, Rounds
 from commlib.compressor import Compressor, LayerSpec
-from commlib.exchange.item import Item, Packing, Stripe, World, payers
+from commlib.exchange.item import Item, Packing, Stripe, World, payers, rows
 
 ROUNDS = 1
 
@@ -38,9 +38,9 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
         with item.meter.phase("compress"):
             seed = item.seeds.of(item.codec, world.rank)
             item.codec.compress(item.work_grad(), part, memory=item.memory, seed=seed)
-    gathered = torch.empty(world.size, packing.total, dtype=torch.uint8, device=device)
+    gathered = torch.empty(world.size * packing.total, dtype=torch.uint8, device=device)
     yield [AllGather(gathered, payload, payers(items, packing.lengths))]
-    parts = [packing.slices(row) for row in gathered]
+    parts = [packing.slices(row) for row in rows(gathered, world.size)]
     for i, item in enumerate(items):
         with item.meter.phase("decompress"):
             out = item.work_out()

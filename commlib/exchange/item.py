@@ -80,7 +80,9 @@ class Item:
     def work_out(self) -> Tensor:
         """Where to decode to: the gradient itself, or float32 scratch to be handed to :meth:`finish`."""
         grad = self.grad.view(self.spec.shape)
-        return grad if self.codec.lossless or grad.dtype == torch.float32 else torch.empty_like(grad, dtype=torch.float32)
+        return (
+            grad if self.codec.lossless or grad.dtype == torch.float32 else torch.empty_like(grad, dtype=torch.float32)
+        )
 
     def finish(self, out: Tensor) -> None:
         """Brings decoded values into the gradient's dtype."""
@@ -111,6 +113,12 @@ class Packing:
     def slices(self, buffer: Tensor) -> list[Tensor]:
         """The payloads as views of a buffer of ``total`` bytes."""
         return [buffer[o : o + n] for o, n in zip(self.offsets, self.lengths, strict=True)]
+
+
+def rows(buffer: Tensor, count: int) -> list[Tensor]:
+    """A flat buffer in ``count`` equal parts. (Not ``view(count, -1)``: rows of no bytes would be misaligned.)"""
+    n = len(buffer) // count
+    return [buffer[i * n : (i + 1) * n] for i in range(count)]
 
 
 def payers(items: Sequence[Item], lengths: Sequence[int]) -> Payers:

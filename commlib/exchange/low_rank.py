@@ -77,7 +77,7 @@ class _Factors:
     def __init__(self, shapes: Sequence[tuple[int, int]], device: torch.device) -> None:
         sizes = [a * b for a, b in shapes]
         self.flat = torch.empty(sum(sizes), dtype=torch.float32, device=device)
-        self.views = [v.view(s) for v, s in zip(self.flat.split(sizes), shapes, strict=True)]
+        self.views = [v.view(s) for v, s in zip(torch.split(self.flat, sizes), shapes, strict=True)]
 
 
 def _with_residual(item: Item) -> Tensor:

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from commlib.collective import AllGather, AllToAll, Rounds
 from commlib.compressor import Compressor, LayerSpec
-from commlib.exchange.item import Item, Packing, Stripe, World
+from commlib.exchange.item import Item, Packing, Stripe, World, rows
 
 ROUNDS = 2
 
 
 def stripes(codec: Compressor, spec: LayerSpec, world: int) -> list[Stripe]:
     """One contiguous stripe a rank; what does not divide goes to the low ranks, some may be empty."""
-    rows, unit = spec.shape[0], codec.stripe_rows(spec)
-    units = -(-rows // unit)
-    cuts = [min(rows, unit * (units // world * p + min(p, units % world))) for p in range(world + 1)]
+    height, unit = spec.shape[0], codec.stripe_rows(spec)
+    units = -(-height // unit)
+    cuts = [min(height, unit * (units // world * p + min(p, units % world))) for p in range(world + 1)]
     return [Stripe(a, b, spec.row_slice(a, b)) for a, b in pairwise(cuts)]
 
 
@@ -61,7 +61,9 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
     splits = [p.total for p in packings]
 
     send = torch.zeros(sum(splits), dtype=torch.uint8, device=device)
-    outgoing = [p.slices(send[a:b]) for p, (a, b) in zip(packings, pairwise(accumulate(splits, initial=0)), strict=True)]
+    outgoing = [
+        p.slices(send[a:b]) for p, (a, b) in zip(packings, pairwise(accumulate(splits, initial=0)), strict=True)
+    ]
     for i, (item, c) in enumerate(zip(items, cut, strict=True)):
         with item.meter.phase("compress"):
             grad = item.work_grad()
@@ -73,17 +75,17 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
     shares = [(item.meter, sum(p.lengths[i] for p in packings)) for i, item in enumerate(items)]
     yield [AllToAll(received, send, [mine.total] * world.size, splits, world.rank, shares)]
 
-    incoming = [mine.slices(row) for row in received.view(world.size, mine.total)]
+    incoming = [mine.slices(row) for row in rows(received, world.size)]
     reply = torch.zeros(max(splits), dtype=torch.uint8, device=device)
     for i, (item, c) in enumerate(zip(items, cut, strict=True)):
         mean = _mean_of_stripe(item, c[world.rank], [row[i] for row in incoming], world)
         with item.meter.phase("compress"):
             seed = item.seeds.of(item.codec, world.rank, f"owner {world.rank}")
             item.codec.compress(mean, mine.slices(reply)[i], memory=item.owner, seed=seed)
-    gathered = torch.empty(world.size, len(reply), dtype=torch.uint8, device=device)
+    gathered = torch.empty(world.size * len(reply), dtype=torch.uint8, device=device)
     yield [AllGather(gathered, reply, [(item.meter, n) for item, n in zip(items, mine.lengths, strict=True)])]
 
-    replies = [p.slices(row) for p, row in zip(packings, gathered, strict=True)]
+    replies = [p.slices(row) for p, row in zip(packings, rows(gathered, world.size), strict=True)]
     for i, (item, c) in enumerate(zip(items, cut, strict=True)):
         with item.meter.phase("decompress"):
             out = item.work_out()

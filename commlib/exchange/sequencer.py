@@ -131,7 +131,7 @@ class Sequencer:
         if trip.future.done():  # it failed
             return
         if self._failed is not None:
-            trip.future.set_exception(self._failed)
+            _set_error(trip, self._failed)
             return
         try:
             batch = next(trip.rounds)
@@ -140,7 +140,7 @@ class Sequencer:
             return
         except Exception as e:
             self._failed = e
-            trip.future.set_exception(e)
+            _set_error(trip, e)
             return
         group = self._groups[0 if self._inline else lane]
         try:
@@ -164,18 +164,22 @@ class Sequencer:
         """After one failure the ranks are out of step for good: every later bucket fails with the same error."""
         if self._failed is None:
             self._failed = self._lost(trip.label, error)
-        trip.future.set_exception(self._failed)
+        _set_error(trip, self._failed)
 
     # -- streams --------------------------------------------------------------------------------
 
     def _stream(self, device: torch.device) -> Any:
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._streams[device]
 
     @contextlib.contextmanager
     def _on_stream(self, device: torch.device) -> Iterator[None]:
         """One side stream for all of a device's exchanges, in hook and lanes alike; nothing on the CPU."""
-        with torch.cuda.stream(self._stream(device)) if device.type == "cuda" else contextlib.nullcontext():
-            with torch.no_grad():
-                yield
+        stream = torch.cuda.stream(self._stream(device)) if device.type == "cuda" else contextlib.nullcontext()
+        with stream, torch.no_grad():
+            yield
+
+
+def _set_error(trip: _Trip, error: BaseException) -> None:
+    trip.future.set_exception(error)  # type: ignore[arg-type]  # its stub asks for a result

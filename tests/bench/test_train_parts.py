@@ -56,6 +56,7 @@ class TestSettings:
         [
             ({"task": "digit"}, "unknown task 'digit' .*did you mean 'digits'"),
             ({"comms": ("onebitt",)}, "--comm onebitt: unknown compressor .*did you mean 'onebit'"),
+            ({"comms": ("onebit@gathr",)}, "--comm onebit@gathr: unknown exchange .*did you mean 'gather'"),
             ({"comms": ("onebit", "onebit")}, "--comm onebit is given twice"),
             ({"optimizer": "lbfgs"}, "--optimizer: unknown optimizer"),
             ({"device": "tpu"}, "--device: unknown device"),

@@ -1,0 +1,106 @@
+"""All ranks of an exchange in one process: the same code, with the collectives carried out in memory.
+
+For property tests and for trying out a codec without a launcher::
+
+    means = exchange_once("onebit@scatter_gather", gradients)   # one gradient a rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from commlib.collective import AllGather, AllReduce, AllToAll, Collective, Rounds
+from commlib.exchange.item import Item, Seeds, World
+from commlib.layer import LayerSpec
+from commlib.memory import MemoryStore
+from commlib.route import Rule, resolve
+from commlib.stats import Meter
+
+T = TypeVar("T", AllReduce, AllGather, AllToAll)
+
+
+def run(ranks: Sequence[Rounds]) -> None:
+    """Drives one exchange per rank to its end, round by round.
+
+    Raises:
+        ValueError: the ranks ask for different collectives, or one of them ends before the others.
+    """
+    while True:
+        batches = [next(r, None) for r in ranks]
+        if all(b is None for b in batches):
+            return
+        if any(b is None for b in batches) or len({len(b or ()) for b in batches}) > 1:
+            raise ValueError("the ranks issue different numbers of collectives: a real group would hang here")
+        for calls in zip(*(b for b in batches if b is not None), strict=True):
+            _carry_out(calls)
+
+
+def exchange_once(
+    rule: Rule,
+    gradients: Sequence[Tensor],
+    *,
+    stores: Sequence[MemoryStore] | None = None,
+    step: int = 0,
+    seed: int = 0,
+) -> list[Tensor]:
+    """One step of one layer on as many ranks as there are gradients.
+
+    Args:
+        rule: spec string, Compressor or Route.
+        gradients: one a rank, equal shapes and dtypes; not modified.
+        stores: one a rank, for codecs with memory; committed. Fresh ones by default.
+        step: seeds random codecs, together with ``seed``.
+        seed: see :class:`commlib.HookState`.
+
+    Returns:
+        What each rank holds afterwards: the mean as the codec transmits it.
+    """
+    size = len(gradients)
+    stores = stores or [MemoryStore() for _ in gradients]
+    results = [g.clone().contiguous() for g in gradients]
+    spec = LayerSpec.of(results[0], "layer")
+    route = resolve(rule, size)
+    trips = []
+    for rank, (grad, store) in enumerate(zip(results, stores, strict=True)):
+        world = World(rank, size)
+        codec = route.codec.at(step)
+        stripe = route.carrier().owned(codec, spec, world)
+        owner = store.owner(spec, codec.slots(stripe.spec) if stripe else {}, stripe.start if stripe else 0)
+        memory = store.memory(spec, codec.slots(spec))
+        item = Item(spec, codec, grad, memory, Seeds(seed, step, spec.name), Meter(grad.device), owner)
+        trips.append(route.carrier().rounds([item], world, None))
+    run(trips)
+    for store in stores:
+        store.commit()
+    return results
+
+
+def _carry_out(calls: Sequence[Collective]) -> None:
+    first = calls[0]
+    if isinstance(first, AllReduce):
+        total = torch.stack([_as(AllReduce, c).tensor for c in calls]).sum(0)
+        for c in calls:
+            _as(AllReduce, c).tensor.copy_(total)
+    elif isinstance(first, AllGather):
+        everything = torch.cat([_as(AllGather, c).tensor for c in calls])
+        for c in calls:
+            _as(AllGather, c).out.copy_(everything)
+    else:
+        parts = [torch.split(_as(AllToAll, c).tensor, _as(AllToAll, c).splits) for c in calls]
+        for me, c in enumerate(calls):
+            c = _as(AllToAll, c)
+            if c.out_splits != [len(p[me]) for p in parts]:
+                raise ValueError(
+                    f"rank {me} expects {c.out_splits} bytes, the others send {[len(p[me]) for p in parts]}"
+                )
+            c.out.copy_(torch.cat([p[me] for p in parts]))
+
+
+def _as(kind: type[T], call: Collective) -> T:
+    if not isinstance(call, kind):
+        raise ValueError(f"one rank issues {kind.__name__}, another {type(call).__name__}: a real group would hang")
+    return call

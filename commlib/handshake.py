@@ -21,6 +21,11 @@ def store_of(group: Any) -> Any:
     return group.get_group_store()
 
 
+def meeting_place(group: Any, world: World) -> str:
+    """A key for the next :func:`agree`: the n-th call on one rank meets the n-th call on every other."""
+    return f"commlib/{store_of(group).add(f'commlib/count/{world.rank}', 1)}"
+
+
 def agree(group: Any, key: str, mine: Mapping[str, str], world: World, timeout: float) -> None:
     """Returns when every rank has published the same description under ``key``.
 

@@ -1,10 +1,9 @@
 """``attach``: the one line on a DDP training loop, and the communication hook behind it."""
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
+import contextlib
 import datetime
-import itertools
 import weakref
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -20,15 +19,13 @@ from commlib.errors import PeerLost
 from commlib.exchange import EXCHANGES
 from commlib.exchange.item import Item, Seeds, World
 from commlib.exchange.sequencer import Sequencer
-from commlib.handshake import agree, publish_failure, roll_call
+from commlib.handshake import agree, meeting_place, publish_failure, roll_call
 from commlib.loss_scale import LossScale
 from commlib.memory import MemoryStore
 from commlib.model import check_frozen_integers, layer_specs, one_device, trained_parameters
 from commlib.readback import Readback
 from commlib.route import Plan, Route, Rules, make_plan
 from commlib.stats import PHASES, LayerStats, Meter, Stats
-
-_attached: defaultdict[str, Any] = defaultdict(itertools.count)  # group name → how many models were attached to it
 
 
 class HookState:
@@ -72,7 +69,7 @@ class HookState:
     ) -> None:
         self._group = _group_of(module, process_group)
         self.world = World(dist.get_rank(self._group), dist.get_world_size(self._group))
-        self._key = f"commlib/{next(_attached[self._group.group_name])}"
+        self._key = meeting_place(self._group, self.world)
         try:
             _check_count("dense_steps", dense_steps)
             _check_count("min_size", min_size)
@@ -155,6 +152,8 @@ class HookState:
         if bucket.index() == 0:
             self._settle(abandon=True)
             self._store.rescale(self._scale.now())
+            with contextlib.suppress(RuntimeError):  # no backward pass: a rank that has joined shadows the others'
+                torch.autograd.Variable._execution_engine.queue_callback(self._raise_failure)  # type: ignore[attr-defined]
         buffer = bucket.buffer()
         names = []
         routes: dict[str, list[Item]] = {}
@@ -168,6 +167,14 @@ class HookState:
         self._buckets.append(future)
         self._complete = bucket.is_last()
         return future
+
+    def _raise_failure(self) -> None:
+        """Runs at the end of the backward pass, before DDP asks for the buckets: there our errors keep their type.
+
+        (DDP reads futures in C++, where a Python exception is a value that is no tensor.)
+        """
+        for future in self._buckets:
+            future.wait()
 
     def _rounds(self, routes: dict[str, list[Item]], buffer: Tensor) -> Rounds:
         whole = buffer if len(routes) == 1 else None

@@ -26,11 +26,11 @@ class LayerStats:
 
 @dataclasses.dataclass
 class Stats:
-    """Totals since ``attach`` on this rank.
+    """Totals of this rank since ``attach``, but for ``steps``.
 
     Args:
-        steps: steps whose residuals were committed.
-        skipped: steps that came out non-finite (or were discarded) and left no trace.
+        steps: steps that count, those before a loaded checkpoint included.
+        skipped: steps that came out non-finite (or were discarded) and left no trace; their bytes count.
         wire_bytes: payload bytes this rank sent, by the ring or pairwise algorithm (:mod:`commlib.collective`).
         dense_bytes: what a ring all-reduce of the same gradients would have sent.
         seconds: by phase. ``wire`` runs from issue to completion, so it includes waiting for slower

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from fleet import Fleet
 from hypothesis import settings
+
+from fleet import PIDS, Fleet
 
 _PATIENCE = 5.0  # seconds that what a test started may take to go away by itself
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # Python keeps them until it exits
@@ -77,7 +78,7 @@ def children() -> dict[object, str]:
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 continue  # the child has ended
-            if not any(h in command for h in _HELPERS):
+            if pid not in PIDS and not any(h in command for h in _HELPERS):
                 found[pid] = f"{pid} ({command.strip() or 'zombie'})"
     return found
 

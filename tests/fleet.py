@@ -19,14 +19,15 @@ import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from commlib.exchange.item import World
 
-SIZE = 4
+PIDS: set[str] = set()
+"""Rank processes alive between tests, which are no leak."""
 
 
 class RankFailed(AssertionError):
@@ -57,6 +58,7 @@ class Fleet:
             pipe.close()
             process.kill()
             process.join()
+            PIDS.discard(str(process.pid))
         self._ranks = []
 
     def _start(self, size: int) -> None:
@@ -66,21 +68,22 @@ class Fleet:
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
+            PIDS.add(str(process.pid))
             self._ranks.append((process, ours))
 
     def _collect(self, size: int, end: float) -> list[Any]:
-        pipes = {self._ranks[r][1]: r for r in range(size)}
+        pipes: dict[Any, int] = {self._ranks[r][1]: r for r in range(size)}
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
         while pipes:
             ready = wait(list(pipes), timeout=max(0.0, end - time.monotonic()))
             if not ready:
-                errors.update({r: "not done by the deadline" for r in pipes.values()})
+                errors.update(dict.fromkeys(pipes.values(), "not done by the deadline"))
                 break
             for pipe in ready:
-                rank = pipes.pop(pipe)  # type: ignore[call-overload]
+                rank = pipes.pop(pipe)
                 try:
-                    ok, value = pipe.recv()  # type: ignore[union-attr]
+                    ok, value = cast(Connection, pipe).recv()
                 except EOFError:
                     ok, value = False, "the process died"
                 (results if ok else errors)[rank] = _load(value) if ok else value
@@ -100,7 +103,7 @@ def _serve(pipe: Connection) -> None:
             module, name, rank, size, folder, args = pipe.recv()
             try:
                 job = getattr(importlib.import_module(module), name)
-                store = dist.FileStore(os.path.join(folder, "store"), size)
+                store = torch._C._distributed_c10d.FileStore(os.path.join(folder, "store"), size)
                 timeout = datetime.timedelta(seconds=60)
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
                 try:

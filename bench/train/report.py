@@ -51,10 +51,11 @@ def show(report: Mapping[str, Any]) -> None:
     if not console.is_terminal:
         console.width = max(console.width, 160)
     r = report
+    plural = "s" if r["ranks"] > 1 else ""
     console.print(
         f"task {r['task']}: {r['train_examples']:,} training and {r['test_examples']:,} test examples, "
         f"model of {r['parameters']:,} parameters",
-        f"{r['ranks']} rank{'s' * (r['ranks'] > 1)} over {r['backend']} on {r['device']} ({r['threads_per_rank']} threads each), "
+        f"{r['ranks']} rank{plural} over {r['backend']} on {r['device']} (threads: {r['threads_per_rank']} each), "
         f"{r['steps']:,} steps of {r['batch_per_rank']} × {r['ranks']} examples, torch {r['torch']}",
         sep="\n",
         highlight=False,

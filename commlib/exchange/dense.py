@@ -39,7 +39,7 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
     """
     if buffer is not None and all(_is_plain(i) for i in items):
         with items[0].meter.phase("compress"):
-            buffer.div_(world.size)
+            buffer.mul_(1 / world.size)  # DDP's own operation: a division rounds differently
         yield [AllReduce(buffer, payers(items, [i.spec.nbytes for i in items]))]
         return
     by_dtype: dict[torch.dtype, list[Item]] = {}

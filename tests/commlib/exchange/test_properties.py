@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,12 +12,14 @@ from hypothesis import strategies as st
 
 from commlib.compressor import LayerSpec
 from commlib.exchange import EXCHANGES
-from commlib.exchange.item import World
+from commlib.exchange.item import Item, Seeds, World
 from commlib.exchange.scatter_gather import stripes
 from commlib.memory import MemoryStore
 from commlib.registry import compressors, make
 from commlib.route import Route
 from commlib.simulate import exchange_once, run
+from commlib.slots import Memory
+from commlib.stats import Meter
 
 MOMENTUM_FREE = {"dgc": "dgc:ratio=0.05,momentum=0", "topk": "topk:ratio=0.05", "randomk": "randomk:ratio=0.05"}
 SPECS = [MOMENTUM_FREE.get(name, name) for name in compressors()]
@@ -41,7 +46,7 @@ def pending(stores: list[MemoryStore], shape: tuple[int, ...]) -> torch.Tensor:
     """(1/P)·Σ residuals and the owners' stripes: what is still owed to the mean gradient."""
     total = torch.zeros(shape, dtype=torch.float64)
     for store in stores:
-        slots = store.export().get("layer", {})
+        slots: dict[str, Any] = store.export().get("layer", {})
         if "residual" in slots:
             total += slots["residual"]["value"] / len(stores)
         if "owner.residual" in slots:
@@ -116,7 +121,7 @@ def test_stripes_cover_a_layer_once_in_rank_order_and_at_the_codecs_boundaries(w
     assert len(cut) == world
     assert cut[0].start == 0
     assert cut[-1].stop == rows
-    for a, b in zip(cut, cut[1:], strict=False):
+    for a, b in pairwise(cut):
         assert a.stop == b.start
         assert a.stop % codec.stripe_rows(layer) == 0 or a.stop == rows
     units = [-(-(s.stop - s.start) // codec.stripe_rows(layer)) for s in cut]
@@ -133,10 +138,6 @@ def test_one_bit_bytes_by_scatter_gather_are_two_payloads_times_p_minus_one_over
 def test_ranks_that_ask_for_different_collectives_are_refused_by_the_simulation():
     a, b = gradients(2, (8, 8), 0)
     routes = [Route("dense", make("none")), Route("gather", make("none"))]
-    from commlib.exchange.item import Item, Seeds
-    from commlib.slots import Memory
-    from commlib.stats import Meter
-
     trips = []
     for rank, (grad, route) in enumerate(zip((a, b), routes, strict=True)):
         spec = LayerSpec.of(grad, "x")

@@ -1,0 +1,151 @@
+"""Over real processes: replicas, dense as DDP, bytes counted at the process group."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import commlib
+from commlib.exchange import sequencer
+from commlib.exchange.item import World
+from fleet import Fleet
+from toy import PAIRS, Trainer, same_everywhere
+
+
+@contextmanager
+def counted(world: World) -> Iterator[list[float]]:
+    """Counts, at the process group's own methods, what a ring (or pairwise sends) puts on the wire."""
+    sent = [0.0]
+    group = dist.ProcessGroup
+    originals = {name: group.__dict__[name] for name in ("allreduce", "_allgather_base", "alltoall_base")}
+
+    def bound(self, name):
+        return originals[name].__get__(self, type(self))
+
+    def allreduce(self, tensors, *args):
+        sent[0] += 2 * (world.size - 1) / world.size * sum(t.nbytes for t in tensors)
+        return bound(self, "allreduce")(tensors, *args)
+
+    def allgather(self, out, tensor, *args):
+        assert out.nbytes == world.size * tensor.nbytes
+        sent[0] += (world.size - 1) * tensor.nbytes
+        return bound(self, "_allgather_base")(out, tensor, *args)
+
+    def alltoall(self, out, tensor, out_splits, splits, *args):
+        sent[0] += tensor.nbytes * (1 - splits[world.rank] / sum(splits))
+        return bound(self, "alltoall_base")(out, tensor, out_splits, splits, *args)
+
+    for name, replacement in zip(originals, (allreduce, allgather, alltoall), strict=True):
+        setattr(group, name, replacement)
+    try:
+        yield sent
+    finally:
+        for name, original in originals.items():
+            setattr(group, name, original)
+
+
+def fifty_steps(world: World, pairs: list[str]) -> dict[str, tuple[bool, bool, float, float, float]]:
+    report = {}
+    for pair in pairs:
+        with counted(world) as sent:
+            trainer = Trainer(world, pair)
+            finite = trainer.train(50)
+            stats = trainer.comm.stats()
+            trainer.close()
+        assert stats.steps == 50
+        assert stats.skipped == 0
+        assert abs(sum(layer.wire_bytes for layer in stats.layers.values()) - stats.wire_bytes) <= len(stats.layers)
+        report[pair] = (
+            same_everywhere(world, trainer.weights()),
+            all(finite),
+            sent[0],
+            stats.wire_bytes,
+            stats.dense_bytes,
+        )
+    return report
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_replicas_are_bitwise_equal_after_50_steps_and_bytes_at_the_process_group_equal_stats(fleet: Fleet, size: int):
+    reports = fleet.run(size, fifty_steps, list(PAIRS))
+    values = 64 * 48 + 48 + 48 * 48 + 48 + 48 * 5 + 5
+    for report in reports:
+        assert list(report) == list(PAIRS)
+        for pair, (equal, finite, sent, said, dense) in report.items():
+            assert equal, pair
+            assert finite, pair
+            assert said == pytest.approx(sent, abs=1), pair
+            assert dense == pytest.approx(50 * 2 * (size - 1) / size * 4 * values, abs=1), pair
+
+
+def dense_and_plain(world: World, cap: float) -> bool:
+    results = []
+    for rule in (None, "none"):
+        trainer = Trainer(world, rule, cap=cap)
+        trainer.train(8)
+        trainer.close()
+        results.append(trainer.weights())
+    return torch.equal(*results)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("cap", [0.005, 25])
+def test_attach_without_a_codec_is_plain_ddp_bit_for_bit(fleet: Fleet, size: int, cap: float):
+    assert all(fleet.run(size, dense_and_plain, cap))
+
+
+def big_layers(world: World) -> dict[str, float]:
+    ratios = {}
+    for spec in ("onebit", "onebit:axis=tensor"):
+        module = torch.nn.Sequential(torch.nn.Linear(64, 1024), torch.nn.Tanh(), torch.nn.Linear(1024, 64))
+        ddp = torch.nn.parallel.DistributedDataParallel(module)
+        comm = commlib.attach(ddp, spec)
+        for _ in range(3):
+            ddp(torch.randn(4, 64)).square().sum().backward()
+        layers = [s for s in comm.stats().layers.values() if s.numel >= 65536]
+        assert len(layers) == 2
+        ratios[spec] = min(s.dense_bytes / s.wire_bytes for s in layers)
+        comm.close()
+    return ratios
+
+
+def test_one_bit_sends_at_least_25_times_less_on_big_layers_and_31_times_with_one_pair_of_means(fleet: Fleet):
+    for ratios in fleet.run(2, big_layers):
+        assert ratios["onebit"] >= 25
+        assert ratios["onebit:axis=tensor"] >= 31
+
+
+def delayed(world: World, rule: str, repetitions: int) -> tuple[bool, bool]:
+    """Trains with a random sleep before every collective of every lane, and without; the results must agree."""
+    calm = Trainer(world, rule, cap=0.001)
+    calm.train(repetitions)
+    calm.close()
+    dice = random.Random(world.rank)
+    original = sequencer.Sequencer._finish_round
+
+    def late(self, trip):
+        original(self, trip)
+        time.sleep(dice.random() * 0.004)
+
+    sequencer.Sequencer._finish_round = late  # type: ignore[method-assign]
+    try:
+        hasty = Trainer(world, rule, cap=0.001)
+        hasty.train(repetitions)
+        hasty.close()
+    finally:
+        sequencer.Sequencer._finish_round = original  # type: ignore[method-assign]
+    return torch.equal(calm.weights(), hasty.weights()), same_everywhere(world, hasty.weights())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [{"0.*": "onebit@scatter_gather", "2.*": "powersgd", "*": "topk:ratio=0.1@gather"}])
+def test_random_delays_between_rounds_change_nothing_in_200_steps(fleet: Fleet, rule: dict[str, str]):
+    for unchanged, equal in fleet.run(4, delayed, rule, 200):
+        assert unchanged
+        assert equal

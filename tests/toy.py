@@ -1,0 +1,145 @@
+"""A small DDP training that tests look at closely."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commlib
+from commlib.exchange.item import World
+
+PAIRS = (  # every codec over every exchange that takes it; codecs with a ratio keep enough of a tiny layer
+    *(f"{c}@dense" for c in ("none", "fp16", "bf16", "randomk:ratio=0.1")),
+    *(
+        f"{c}@{e}"
+        for c in [
+            "none",
+            "fp16",
+            "bf16",
+            "onebit",
+            "onebit:axis=tensor",
+            "sign",
+            "int8",
+            "int4",
+            "qsgd",
+            "ternary",
+            "natural",
+            "topk:ratio=0.1",
+            "topk:ratio=0.1,values=int8",
+            "randomk:ratio=0.1",
+        ]
+        for e in ("gather", "scatter_gather")
+    ),
+    "dgc:ratio=0.05@gather",
+    "powersgd:rank=2@gather",
+    "powersgd:rank=2@low_rank",
+)
+
+
+def model() -> nn.Sequential:
+    """64 → 48 → 48 → 5, the same on every rank and at every call."""
+    torch.manual_seed(1234)
+    return nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 5))
+
+
+def batch(world: World, step: int) -> tuple[Tensor, Tensor]:
+    """(8, 64) inputs and (8,) classes; different on every rank and at every step."""
+    gen = torch.Generator().manual_seed(7919 * step + world.rank)
+    return torch.randn(8, 64, generator=gen), torch.randint(5, (8,), generator=gen)
+
+
+class Trainer:
+    """DDP, SGD with momentum, and a commlib hook unless ``rule`` is None.
+
+    Args:
+        world: this rank.
+        rule: what is attached.
+        cap: DDP's bucket_cap_mb; the default makes several buckets.
+        scaler: used for the loss, and told to the hook.
+        **options: of ``attach``; by default no layer is too small to compress.
+    """
+
+    def __init__(
+        self, world: World, rule: Any, *, cap: float = 0.005, scaler: torch.amp.GradScaler | None = None, **options: Any
+    ) -> None:
+        self.world, self.scaler = world, scaler
+        self.module = model()
+        self.ddp = DistributedDataParallel(self.module, bucket_cap_mb=cap)
+        self.comm: Any = None
+        if rule is not None:
+            self.comm = commlib.attach(self.ddp, rule, scaler=scaler, **{"min_size": 0, **options})
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.05, momentum=0.9)
+        self.step = 0
+
+    def train(self, steps: int, disturb: Callable[[int], None] | None = None) -> list[bool]:
+        """Trains; returns for every step whether all exchanged gradients were finite, and skips those that were not.
+
+        Args:
+            steps: how many.
+            disturb: called with the step's number before the exchange begins, to register hooks on parameters.
+        """
+        finite = []
+        for _ in range(steps):
+            if disturb is not None:
+                disturb(self.step)
+            x, y = batch(self.world, self.step)
+            self.optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(self.ddp(x), y)
+            (self.scaler.scale(loss) if self.scaler else loss).backward()
+            finite.append(all(bool(p.grad.isfinite().all()) for p in self.module.parameters() if p.grad is not None))
+            if self.scaler:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            elif finite[-1]:
+                self.optimizer.step()
+            self.step += 1
+        return finite
+
+    def weights(self) -> Tensor:
+        """All parameters, flat."""
+        return torch.cat([p.detach().reshape(-1) for p in self.module.parameters()])
+
+    def close(self) -> None:
+        """Ends the hook's threads."""
+        if self.comm is not None:
+            self.comm.close()
+
+
+def same_everywhere(world: World, x: Tensor) -> bool:
+    """Whether all ranks hold the same bytes."""
+    others = [torch.empty_like(x) for _ in range(world.size)]
+    dist.all_gather(others, x)
+    return all(torch.equal(x, o) for o in others)
+
+
+def poison(module: nn.Module, name: str, value: float) -> Callable[[], None]:
+    """Puts a non-finite value into one parameter's next gradient; returns what undoes it."""
+    parameter = dict(module.named_parameters())[name]
+
+    def spoil(grad: Tensor) -> Tensor:
+        grad = grad.clone()
+        grad.view(-1)[3] = value
+        return grad
+
+    return parameter.register_hook(spoil).remove
+
+
+def owed(states: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Layer → (1/P)·Σ pending values of all ranks' state dicts, owners' stripes included; float64."""
+    total: dict[str, Tensor] = {}
+    for state in states:
+        for entries in state["ranks"].values():
+            for name, slots in entries.items():
+                shape = [int(n) for n in state["layers"][name].split()[0].split("x")]
+                sum_ = total.setdefault(name, torch.zeros(shape, dtype=torch.float64))
+                for entry in slots.values():
+                    if entry["role"] == "pending":
+                        value, start = entry["value"].double(), entry["start"]
+                        whole = list(value.shape) == shape and start == 0 and entry is slots.get("residual")
+                        sum_[start : start + len(value)] += value / (state["world_size"] if whole else 1)
+    return total

@@ -13,28 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 import commlib
 from commlib.exchange.item import World
 
+ANY_EXCHANGE = (
+    *("none", "fp16", "bf16", "onebit", "onebit:axis=tensor", "sign", "int8", "int4", "qsgd", "ternary", "natural"),
+    *("topk:ratio=0.1", "topk:ratio=0.1,values=int8", "randomk:ratio=0.1"),
+)
 PAIRS = (  # every codec over every exchange that takes it; codecs with a ratio keep enough of a tiny layer
-    *(f"{c}@dense" for c in ("none", "fp16", "bf16", "randomk:ratio=0.1")),
-    *(
-        f"{c}@{e}"
-        for c in [
-            "none",
-            "fp16",
-            "bf16",
-            "onebit",
-            "onebit:axis=tensor",
-            "sign",
-            "int8",
-            "int4",
-            "qsgd",
-            "ternary",
-            "natural",
-            "topk:ratio=0.1",
-            "topk:ratio=0.1,values=int8",
-            "randomk:ratio=0.1",
-        ]
-        for e in ("gather", "scatter_gather")
-    ),
+    *(f"{codec}@dense" for codec in ("none", "fp16", "bf16", "randomk:ratio=0.1")),
+    *(f"{codec}@{exchange}" for codec in ANY_EXCHANGE for exchange in ("gather", "scatter_gather")),
     "dgc:ratio=0.05@gather",
     "powersgd:rank=2@gather",
     "powersgd:rank=2@low_rank",
@@ -126,7 +111,8 @@ def poison(module: nn.Module, name: str, value: float) -> Callable[[], None]:
         grad.view(-1)[3] = value
         return grad
 
-    return parameter.register_hook(spoil).remove
+    handle = parameter.register_hook(spoil)
+    return lambda: handle.remove()
 
 
 def owed(states: list[dict[str, Any]]) -> dict[str, Tensor]:

@@ -98,9 +98,7 @@ def take_over(world: World, rule: str, merged: dict[str, Any]) -> dict[str, Any]
     return state
 
 
-@pytest.mark.parametrize(
-    "rule", ["onebit@scatter_gather", "topk:ratio=0.1@gather", "powersgd:rank=2", "dgc:ratio=0.05"]
-)
+@pytest.mark.parametrize("rule", ["onebit@scatter_gather", "topk:ratio=0.1", "powersgd:rank=2", "dgc:ratio=0.05"])
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (2, 1)])
 def test_another_world_size_conserves_what_is_pending(fleet: Fleet, rule: str, before: int, after: int):
     states = [s for s, _ in fleet.run(before, produce, rule)]
@@ -136,16 +134,14 @@ def test_gradient_that_was_pending_arrives_after_a_change_of_codec_and_world_siz
 
 
 def distributed_checkpoint(world: World, folder: str) -> bool:
-    import torch.distributed.checkpoint as dcp
-
     trainer = Trainer(world, "onebit@scatter_gather")
     trainer.train(4)
     state = trainer.comm.state_dict()
-    dcp.save({"comm": state}, checkpoint_id=folder)
+    dcp.state_dict_saver.save({"comm": state}, checkpoint_id=folder)
     other = Trainer(world, "onebit@scatter_gather")
     other.train(1)  # its buffers must exist to be loaded into
     target = {"comm": other.comm.state_dict()}
-    dcp.load(target, checkpoint_id=folder)
+    dcp.state_dict_loader.load(target, checkpoint_id=folder)
     other.comm.load_state_dict(target["comm"])
     again = other.comm.state_dict()
     equal = all(

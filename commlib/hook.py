@@ -2,7 +2,6 @@
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
 import contextlib
-import datetime
 import weakref
 from typing import Any
 
@@ -15,11 +14,10 @@ import commlib
 from commlib.checkpoint import StateDict, from_state, to_state
 from commlib.collective import Rounds, lockstep
 from commlib.compressor import Memory
-from commlib.errors import PeerLost
 from commlib.exchange import EXCHANGES
 from commlib.exchange.item import Item, Seeds, World
-from commlib.exchange.sequencer import Sequencer
-from commlib.handshake import agree, meeting_place, publish_failure, roll_call
+from commlib.groups import group_of, make_sequencer
+from commlib.handshake import agree, meeting_place, publish_failure
 from commlib.loss_scale import LossScale
 from commlib.memory import MemoryStore
 from commlib.model import check_frozen_integers, layer_specs, one_device, trained_parameters
@@ -67,7 +65,7 @@ class HookState:
         seed: int = 0,
         timeout: float = 300.0,
     ) -> None:
-        self._group = _group_of(module, process_group)
+        self._group = group_of(module, process_group)
         self.world = World(dist.get_rank(self._group), dist.get_world_size(self._group))
         self._key = meeting_place(self._group, self.world)
         try:
@@ -91,7 +89,8 @@ class HookState:
         self._meters = {s.name: Meter(s.device) for s in specs}
         self._store = MemoryStore()
         self._watched = any(p.route.codec.slots(p.spec) or p.route.codec.random for p in self.plan) or dense_steps > 0
-        self._sequencer = self._make_sequencer(device)
+        rounds = max(p.route.carrier().ROUNDS for p in self.plan)
+        self._sequencer = make_sequencer(self._group, self._key, self.world, device, rounds)
         weakref.finalize(self, self._sequencer.close, wait=False)
         self._step = self._skipped = 0
         self._buckets: list[torch.futures.Future[Tensor]] = []  # of the step under way
@@ -142,7 +141,7 @@ class HookState:
         self._discarded = True
 
     def close(self) -> None:
-        """Ends the hook's threads; the model cannot be trained with it any more."""
+        """Ends the hook's threads. (A further backward pass would start them again.)"""
         self._sequencer.close()
 
     # -- a step, bucket by bucket ---------------------------------------------------------------
@@ -153,7 +152,7 @@ class HookState:
             self._settle(abandon=True)
             self._store.rescale(self._scale.now())
             with contextlib.suppress(RuntimeError):  # no backward pass: a rank that has joined shadows the others'
-                torch.autograd.Variable._execution_engine.queue_callback(self._raise_failure)  # type: ignore[attr-defined]
+                torch.autograd.Variable._execution_engine.queue_callback(self._raise_failure)
         buffer = bucket.buffer()
         names = []
         routes: dict[str, list[Item]] = {}
@@ -220,29 +219,6 @@ class HookState:
         self._buckets, self._finite = [], []
         self._complete = self._discarded = False
 
-    # -- groups ---------------------------------------------------------------------------------
-
-    def _make_sequencer(self, device: torch.device) -> Sequencer:
-        rounds = max(p.route.carrier().ROUNDS for p in self.plan)
-        backend = self._group._get_backend(device)
-        inline = device.type == "cuda" and backend.name() == "nccl"
-        groups = [self._group]
-        if not inline:  # a group for each later round, of the same ranks: only they take part in making it
-            ranks = dist.get_process_group_ranks(self._group)
-            config = str(dist.get_backend_config(self._group))
-            timeout = getattr(getattr(backend, "options", None), "_timeout", datetime.timedelta(minutes=30))
-            groups += [
-                dist.new_group(ranks, timeout=timeout, backend=config, use_local_synchronization=True)
-                for _ in range(rounds - 1)
-            ]
-        group, key, world = self._group, self._key, self.world  # not self: the sequencer must not keep us alive
-
-        def lost(label: str, error: BaseException) -> PeerLost:
-            who = roll_call(group, f"{key}/lost", world, timeout=5.0)
-            return PeerLost(f"rank {world.rank} of {world.size} could not exchange {label}: {error}; {who}")
-
-        return Sequencer(groups, world.size, lost, inline=inline)
-
 
 def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """The communication hook: ``ddp.register_comm_hook(commlib.HookState(ddp, …), commlib.hook)``."""
@@ -278,19 +254,6 @@ def attach(ddp: DistributedDataParallel, compressor: Rules = "none", **options: 
     state = HookState(ddp, compressor, **options)
     ddp.register_comm_hook(state, hook)
     return state
-
-
-def _group_of(module: nn.Module, given: Any) -> Any:
-    own: Any = module.process_group if isinstance(module, DistributedDataParallel) else None
-    group: Any = next((g for g in (given, own, dist.group.WORLD) if g is not None), None)
-    if group is None:
-        raise ValueError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
-    if own is not None and dist.get_process_group_ranks(group) != dist.get_process_group_ranks(own):
-        raise ValueError(
-            f"process_group has ranks {dist.get_process_group_ranks(group)}, but the DDP model reduces over "
-            f"{dist.get_process_group_ranks(own)}: they must be the same ranks in the same order"
-        )
-    return group
 
 
 def _check_count(name: str, value: object) -> None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from commlib.layer import LayerSpec
-
-if TYPE_CHECKING:
-    from commlib.compressor import Compressor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +31,13 @@ class Slot:
     init: Literal["zeros", "normal"] = "zeros"
 
 
+class HasSlots(Protocol):
+    """A codec, as far as its memory goes."""
+
+    def slots(self, spec: LayerSpec) -> dict[str, Slot]:
+        """Name → slot for a layer."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Memory:
     """The slots of one layer during one step: ``old`` is read, ``new`` is written.
@@ -47,7 +51,7 @@ class Memory:
     new: Mapping[str, Tensor]
 
     @classmethod
-    def zeros(cls, codec: Compressor, spec: LayerSpec) -> Memory:
+    def zeros(cls, codec: HasSlots, spec: LayerSpec) -> Memory:
         """Fresh in-place memory for use outside a training loop (``old is new``)."""
         slots = {k: init_slot(s, spec, seed=0) for k, s in codec.slots(spec).items()}
         return cls(slots, slots)

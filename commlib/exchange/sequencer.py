@@ -88,11 +88,11 @@ class Sequencer:
         return future
 
     def close(self, *, wait: bool = True) -> None:
-        """Ends the lanes once their buckets are through; with ``wait``, returns when they have ended."""
+        """Ends the lanes once their buckets are through; with ``wait``, stays until they have ended, at most 5 s."""
         for q in self._queues:
             q.put(None)
         for t in self._threads if wait else ():
-            t.join()
+            t.join(timeout=5.0)  # one that waits for a lost rank ends at the group's own deadline
         self._queues, self._threads = [], []
 
     # -- lanes ----------------------------------------------------------------------------------

@@ -45,6 +45,8 @@ def merge_state_dicts(states: Sequence[StateDict]) -> StateDict:
     """
     if not states:
         raise ValueError("no state dicts to merge: pass the state_dict() of every rank")
+    for state in states:
+        _check_form(state)
     merged = {**states[0], "ranks": {}}
     for state in states:
         for key in ("format", "world_size", "step", "layers", "routes"):
@@ -76,12 +78,10 @@ def from_state(state: Mapping[str, Any], plan: Plan, store: MemoryStore, world: 
     ranks: Mapping[str, Any] = state["ranks"]
     same = state["world_size"] == world.size and state["routes"] == _routes(plan)
     if same and str(world.rank) in ranks:
+        own = _own(ranks[str(world.rank)], plan, world)
         store.clear()
-        for name, slots in ranks[str(world.rank)].items():
-            for key, entry in slots.items():
-                slot = Slot(tuple(entry["value"].shape), entry["role"])
-                value = entry["value"].to(plan.layers[name].spec.device)
-                store.restore(name, key, slot, value, start=int(entry["start"]))
+        for name, key, slot, value, start in own:
+            store.restore(name, key, slot, value.to(plan.layers[name].spec.device), start=start)
         return int(state["step"])
     missing = [r for r in range(state["world_size"]) if str(r) not in ranks]
     if missing:
@@ -97,6 +97,37 @@ def from_state(state: Mapping[str, Any], plan: Plan, store: MemoryStore, world: 
         for key, (slot, value) in values.items():
             store.restore(name, key, slot, value.to(plan.layers[name].spec.device))
     return int(state["step"])
+
+
+def _own(entries: Mapping[str, Any], plan: Plan, world: World) -> list[tuple[str, str, Slot, Tensor, int]]:
+    """(layer, key, slot, value, first row) of all that this rank had; checked, so that restoring cannot fail."""
+    found = []
+    for name, slots in entries.items():
+        if name not in plan.layers:
+            raise CheckpointMismatch(f"damaged state dict: it has slots of {name!r}, which is none of its layers")
+        expected = _expected(plan.layers[name], world)
+        for key, entry in slots.items():
+            value = entry.get("value") if isinstance(entry, Mapping) else None
+            if key not in expected or not isinstance(value, Tensor):
+                raise CheckpointMismatch(f"damaged state dict: slot {key!r} of {name!r} is unknown or has no value")
+            slot, start = expected[key]
+            if tuple(value.shape) != slot.shape:
+                raise CheckpointMismatch(
+                    f"damaged state dict: slot {key!r} of {name!r} has shape {tuple(value.shape)}, not {slot.shape}"
+                )
+            found.append((name, key, slot, value, start))
+    return found
+
+
+def _expected(layer: PlannedLayer, world: World) -> dict[str, tuple[Slot, int]]:
+    expected: dict[str, tuple[Slot, int]] = {}
+    for route in (layer.dense, layer.route):
+        expected.update({k: (s, 0) for k, s in route.codec.slots(layer.spec).items()})
+        stripe = route.carrier().owned(route.codec, layer.spec, world)
+        if stripe is not None:
+            owner = route.codec.slots(stripe.spec)
+            expected.update({"owner." + k: (s, stripe.start) for k, s in owner.items()})
+    return expected
 
 
 def _carry_over(layer: PlannedLayer, old: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Slot, Tensor]]:
@@ -138,10 +169,17 @@ def _mean(spec: LayerSpec, key: str, old: Sequence[Mapping[str, Any]]) -> Tensor
     return total.float()
 
 
-def _check_model(state: Any, plan: Plan) -> None:
+def _check_form(state: Any) -> None:
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:
         found = state.get("format") if isinstance(state, Mapping) else type(state).__name__
         raise CheckpointMismatch(f"not a commlib state dict of format {FORMAT} (found {found!r})")
+    missing = [k for k in ("world_size", "step", "layers", "routes", "ranks") if k not in state]
+    if missing:
+        raise CheckpointMismatch(f"damaged state dict: it has no {', '.join(missing)}")
+
+
+def _check_model(state: Any, plan: Plan) -> None:
+    _check_form(state)
     here, there = _layers(plan), state["layers"]
     if here != there:
         names = [n for n in {**there, **here} if here.get(n) != there.get(n)]

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commlib.errors import PeerLost
 from commlib.exchange.item import World
 from commlib.exchange.sequencer import Sequencer
-from commlib.handshake import roll_call
+from commlib.handshake import publish_absence, roll_call
 
 
 def group_of(module: nn.Module, given: Any) -> Any:
@@ -27,10 +27,12 @@ def group_of(module: nn.Module, given: Any) -> Any:
     if group is None:
         raise ValueError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
     if own is not None and dist.get_process_group_ranks(group) != dist.get_process_group_ranks(own):
-        raise ValueError(
+        error = ValueError(
             f"process_group has ranks {dist.get_process_group_ranks(group)}, but the DDP model reduces over "
             f"{dist.get_process_group_ranks(own)}: they must be the same ranks in the same order"
         )
+        publish_absence(own, error)
+        raise error
     return group
 
 
@@ -41,7 +43,7 @@ def make_sequencer(group: Any, key: str, world: World, device: torch.device, rou
 
     Args:
         group: process group of the first round.
-        key: of this attachment, for the roll call after a failure.
+        key: of the roll call after a failure, one for each attachment.
         world: this rank.
         device: where the gradients are.
         rounds: the most rounds any route has.
@@ -59,7 +61,7 @@ def make_sequencer(group: Any, key: str, world: World, device: torch.device, rou
         ]
 
     def lost(label: str, error: BaseException) -> PeerLost:
-        who = roll_call(group, f"{key}/lost", world, timeout=5.0)
+        who = roll_call(group, key, world, timeout=5.0)
         return PeerLost(f"rank {world.rank} of {world.size} could not exchange {label}: {error}; {who}")
 
     return Sequencer(groups, world.size, lost, inline=inline)

@@ -4,16 +4,18 @@ knows who has not answered.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 from collections.abc import Mapping
 from typing import Any
 
 import msgpack
-import torch.distributed as dist
 
 from commlib.errors import PeerLost, PlanMismatch
 from commlib.exchange.item import World
+
+_FAILED = "failed"
 
 
 def store_of(group: Any) -> Any:
@@ -54,15 +56,24 @@ def agree(group: Any, key: str, mine: Mapping[str, str], world: World, timeout: 
     for other in range(world.size):
         if store.get(f"{key}/digest/{other}") != digest:
             theirs = msgpack.unpackb(store.get(f"{key}/text/{other}"))
+            if _FAILED in theirs:
+                raise PlanMismatch(f"rank {other} failed to attach (this is rank {world.rank}): {theirs[_FAILED]}")
             raise PlanMismatch(f"ranks attached different things: {_difference(mine, theirs, world.rank, other)}")
 
 
 def publish_failure(group: Any, key: str, world: World, error: BaseException) -> None:
     """Tells the ranks that wait in :func:`agree` why this one will not come."""
-    packed: bytes = msgpack.packb({"attach": f"failed: {error}"})
+    packed: bytes = msgpack.packb({_FAILED: str(error)})
     store = store_of(group)
     store.set(f"{key}/text/{world.rank}", packed)
     store.set(f"{key}/digest/{world.rank}", hashlib.sha256(packed).digest())
+
+
+def publish_absence(group: Any, error: BaseException) -> None:
+    """As :func:`publish_failure`, for a failure that comes before this rank has a key. ``group`` may be None."""
+    if group is not None:
+        world = World(group.rank(), group.size())
+        publish_failure(group, meeting_place(group, world), world, error)
 
 
 def wait_for_all(store: Any, key: str, world: World, timeout: float) -> list[int]:
@@ -70,7 +81,7 @@ def wait_for_all(store: Any, key: str, world: World, timeout: float) -> list[int
     keys = [f"{key}/{r}" for r in range(world.size)]
     try:
         store.wait(keys, datetime.timedelta(seconds=timeout))
-    except dist.DistError:
+    except RuntimeError:  # DistError from a TCPStore, a bare RuntimeError from a FileStore or HashStore
         return [r for r, k in enumerate(keys) if not store.check([k])]
     return []
 
@@ -79,11 +90,20 @@ def roll_call(group: Any, key: str, world: World, timeout: float) -> str:
     """After a failure: who else is still there, in words. Never raises."""
     try:
         store = store_of(group)
+        store.set(f"{key}/called", b"")
         store.set(f"{key}/{world.rank}", b"here")
         missing = wait_for_all(store, key, world, timeout)
     except Exception as e:
         return f"the store that would know who is missing does not answer either ({type(e).__name__})"
     return f"{_ranks(missing)} did not answer a roll call" if missing else "all ranks still answer a roll call"
+
+
+def answer_roll_call(group: Any, key: str, world: World) -> None:
+    """Says "here" if somebody has called: for a rank that waits, perhaps for the rank that is gone. Never raises."""
+    with contextlib.suppress(Exception):  # the store may be gone; the wait itself will tell
+        store = store_of(group)
+        if store.check([f"{key}/called"]):
+            store.set(f"{key}/{world.rank}", b"here")
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -92,8 +112,7 @@ def _ranks(ranks: list[int]) -> str:
 
 def _difference(mine: Mapping[str, str], theirs: Mapping[str, str], me: int, other: int) -> str:
     names = [n for n in {**mine, **theirs} if mine.get(n) != theirs.get(n)]
-    shown = "; ".join(
-        f"{n}: rank {me} has {mine.get(n, 'none')!r}, rank {other} has {theirs.get(n, 'none')!r}" for n in names[:3]
-    )
+    sides = ((n, mine.get(n, "nothing"), theirs.get(n, "nothing")) for n in names[:3])
+    shown = "; ".join(f"{n}: rank {me} has {a!r}, rank {other} has {b!r}" for n, a, b in sides)
     more = f"; and {len(names) - 3} more" if len(names) > 3 else ""
     return shown + more

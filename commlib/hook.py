@@ -2,6 +2,8 @@
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
 import contextlib
+import functools
+import threading
 import weakref
 from typing import Any
 
@@ -17,7 +19,7 @@ from commlib.compressor import Memory
 from commlib.exchange import EXCHANGES
 from commlib.exchange.item import Item, Seeds, World
 from commlib.groups import group_of, make_sequencer
-from commlib.handshake import agree, meeting_place, publish_failure
+from commlib.handshake import agree, answer_roll_call, meeting_place, publish_absence, publish_failure
 from commlib.loss_scale import LossScale
 from commlib.memory import MemoryStore
 from commlib.model import check_frozen_integers, layer_specs, one_device, trained_parameters
@@ -90,12 +92,13 @@ class HookState:
         self._store = MemoryStore()
         self._watched = any(p.route.codec.slots(p.spec) or p.route.codec.random for p in self.plan) or dense_steps > 0
         rounds = max(p.route.carrier().ROUNDS for p in self.plan)
-        self._sequencer = make_sequencer(self._group, self._key, self.world, device, rounds)
+        self._lost_key = f"{self._key}/lost"
+        self._sequencer = make_sequencer(self._group, self._lost_key, self.world, device, rounds)
         weakref.finalize(self, self._sequencer.close, wait=False)
         self._step = self._skipped = 0
         self._buckets: list[torch.futures.Future[Tensor]] = []  # of the step under way
         self._finite: list[Readback] = []
-        self._complete = self._discarded = False
+        self._complete = self._discarded = self._undoable = False
 
     # -- what a user calls ----------------------------------------------------------------------
 
@@ -131,6 +134,7 @@ class HookState:
             CheckpointMismatch: another model, or ranks missing; nothing is changed then.
         """
         self._settle()
+        self._undoable = False
         self._step = from_state(state, self.plan, self._store, self.world, drop_residuals=drop_residuals)
 
     def discard_step(self) -> None:
@@ -138,7 +142,13 @@ class HookState:
 
         Non-finite steps are discarded without it. Call it on every rank, before the next backward pass.
         """
-        self._discarded = True
+        if self._buckets:
+            self._discarded = True
+        elif self._undoable:  # stats() or state_dict() has committed it meanwhile
+            self._store.undo()
+            self._step -= 1
+            self._skipped += 1
+            self._undoable = False
 
     def close(self) -> None:
         """Ends the hook's threads. (A further backward pass would start them again.)"""
@@ -150,6 +160,7 @@ class HookState:
         """Exchanges one bucket; DDP calls this (through :func:`hook`) in bucket order on every rank."""
         if bucket.index() == 0:
             self._settle(abandon=True)
+            self._undoable = False
             self._store.rescale(self._scale.now())
             with contextlib.suppress(RuntimeError):  # no backward pass: a rank that has joined shadows the others'
                 torch.autograd.Variable._execution_engine.queue_callback(self._raise_failure)
@@ -173,6 +184,10 @@ class HookState:
         (DDP reads futures in C++, where a Python exception is a value that is no tensor.)
         """
         for future in self._buckets:
+            done = threading.Event()
+            future.add_done_callback(functools.partial(_signal, done))
+            while not done.wait(timeout=1.0):  # a slow link, or a rank that is gone
+                answer_roll_call(self._group, self._lost_key, self.world)
             future.wait()
 
     def _rounds(self, routes: dict[str, list[Item]], buffer: Tensor) -> Rounds:
@@ -213,7 +228,9 @@ class HookState:
         if finished and not self._discarded and all(r.get() for r in self._finite):
             self._store.commit()
             self._step += 1
+            self._undoable = True
         else:
+            self._undoable = False
             self._store.discard()
             self._skipped += 1
         self._buckets, self._finite = [], []
@@ -240,6 +257,17 @@ def attach(ddp: DistributedDataParallel, compressor: Rules = "none", **options: 
         TypeError: not a DDP model.
         ValueError: a hook is registered already; and whatever :class:`HookState` raises.
     """
+    try:
+        _check_ddp(ddp)
+    except (TypeError, ValueError) as e:
+        publish_absence(getattr(ddp, "process_group", options.get("process_group") or dist.group.WORLD), e)
+        raise
+    state = HookState(ddp, compressor, **options)
+    ddp.register_comm_hook(state, hook)
+    return state
+
+
+def _check_ddp(ddp: Any) -> None:
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(
             f"commlib.attach needs a torch.nn.parallel.DistributedDataParallel, got {type(ddp).__name__}: "
@@ -251,9 +279,10 @@ def attach(ddp: DistributedDataParallel, compressor: Rules = "none", **options: 
             f"this DDP model already has a communication hook ({name}); PyTorch allows one for its lifetime: "
             "wrap the model in a new DistributedDataParallel"
         )
-    state = HookState(ddp, compressor, **options)
-    ddp.register_comm_hook(state, hook)
-    return state
+
+
+def _signal(done: threading.Event, future: Any) -> None:
+    done.set()
 
 
 def _check_count(name: str, value: object) -> None:

@@ -39,10 +39,12 @@ class MemoryStore:
     def __init__(self) -> None:
         self._pairs: dict[str, dict[str, _Pair]] = {}
         self._pending: list[_Pair] = []
+        self._committed: list[_Pair] = []
         self.unit = 1.0
 
     def memory(self, spec: LayerSpec, slots: Mapping[str, Slot], *, prefix: str = "", start: int = 0) -> Memory:
         """The slots of a layer for the step under way, which must write all of them."""
+        self._committed = []
         layer = self._pairs.setdefault(spec.name, {})
         old, new = {}, {}
         for key, slot in slots.items():
@@ -64,7 +66,14 @@ class MemoryStore:
         """What the step wrote becomes what the next one reads."""
         for pair in self._pending:
             pair.live = 1 - pair.live
+        self._committed = self._pending
         self.discard()
+
+    def undo(self) -> None:
+        """Takes the last commit back; nothing may have been written since."""
+        for pair in self._committed:
+            pair.live = 1 - pair.live
+        self._committed = []
 
     def discard(self) -> None:
         """The step under way never happened."""

@@ -48,7 +48,7 @@ def check_frozen_integers(module: nn.Module, names: Mapping[str, object]) -> Non
 
 
 def _plain(name: str) -> str:
-    return ".".join(part for part in name.removeprefix("module.").split(".") if part != "_orig_mod")
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _kinds(module: nn.Module) -> dict[str, Kind]:

@@ -119,6 +119,10 @@ def make_plan(specs: Sequence[LayerSpec], rules: Rules, *, world: int, min_size:
         ValueError, TypeError: a bad rule, or a pattern that matches no layer.
     """
     if isinstance(rules, Mapping):
+        patterns: list[object] = list(rules)
+        bad = [p for p in patterns if not isinstance(p, str)]
+        if bad:
+            raise TypeError(f"a rule's pattern is a text that parameter names match, not {bad[0]!r}")
         table = [(pattern, resolve(rule, world)) for pattern, rule in rules.items()]
         _check_patterns(table, specs)
     else:

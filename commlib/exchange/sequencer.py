@@ -63,6 +63,7 @@ class Sequencer:
         self._threads: list[threading.Thread] = []
         self._streams: dict[torch.device, Any] = {}
         self._failed: BaseException | None = None
+        self._failing = threading.Lock()
         self.wire_bytes = 0.0
 
     def submit(self, label: str, rounds: Rounds, result: Tensor) -> torch.futures.Future[Tensor]:
@@ -162,8 +163,9 @@ class Sequencer:
 
     def _fail(self, trip: _Trip, error: BaseException) -> None:
         """After one failure the ranks are out of step for good: every later bucket fails with the same error."""
-        if self._failed is None:
-            self._failed = self._lost(trip.label, error)
+        with self._failing:  # hook and lanes may fail at once: one roll call is enough
+            if self._failed is None:
+                self._failed = self._lost(trip.label, error)
         _set_error(trip, self._failed)
 
     # -- streams --------------------------------------------------------------------------------

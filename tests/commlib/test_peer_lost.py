@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C import _distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
@@ -68,8 +69,8 @@ def rank_main(name: str, rank: int, port: int, pipe: Connection) -> None:
     scene = SCENES[name]
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    server = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=60))
-    store = dist.PrefixStore(name, server)
+    server = c10d.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=60))
+    store = c10d.PrefixStore(name, server)
     timeout = datetime.timedelta(seconds=scene.seconds)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timeout)
     first = nn.Linear(32, 40)
@@ -134,17 +135,17 @@ def cast(port: int) -> Iterator[dict[tuple[str, int], _Rank]]:
 @pytest.fixture(scope="module")
 def endings() -> dict[str, list[Ending]]:
     """Scene → how it ended for ranks 0 and 1. All scenes at once: mostly they wait."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     found: dict[str, list[Ending]] = {name: [Ending() for _ in range(VICTIM)] for name in SCENES}
     with cast(server.port) as ranks:
         for (name, rank), r in ranks.items():
             assert r.pipe.poll(60), f"{name}: rank {rank} did not train"
             assert r.pipe.recv() == STEPS_BEFORE
-        survivors = {r.pipe: key for key, r in ranks.items() if key[1] != VICTIM}
+        survivors: dict[Any, tuple[str, int]] = {r.pipe: key for key, r in ranks.items() if key[1] != VICTIM}
         end = time.monotonic() + 60
         while survivors and (ready := wait(list(survivors), timeout=max(0.0, end - time.monotonic()))):
             for pipe in ready:
-                name, rank = survivors.pop(pipe)  # type: ignore[arg-type]
+                name, rank = survivors.pop(pipe)
                 with contextlib.suppress(EOFError):
                     found[name][rank] = ranks[name, rank].pipe.recv()
         for (name, rank), r in ranks.items():

@@ -73,6 +73,9 @@ class HookState:
         try:
             _check_count("dense_steps", dense_steps)
             _check_count("min_size", min_size)
+            _check_count("seed", seed)
+            if not timeout > 0:
+                raise ValueError(f"timeout must be a number of seconds > 0, got {timeout!r}")
             inner = module.module if isinstance(module, DistributedDataParallel) else module
             specs = layer_specs(inner)
             if isinstance(compressor, dict):

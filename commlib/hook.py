@@ -22,7 +22,7 @@ from commlib.groups import group_of, make_sequencer
 from commlib.handshake import agree, answer_roll_call, meeting_place, publish_absence, publish_failure
 from commlib.loss_scale import LossScale
 from commlib.memory import MemoryStore
-from commlib.model import check_frozen_integers, layer_specs, one_device, trained_parameters
+from commlib.model import check_ddp, check_frozen_integers, layer_specs, one_device, trained_parameters
 from commlib.readback import Readback
 from commlib.route import Plan, Route, Rules, make_plan
 from commlib.stats import PHASES, LayerStats, Meter, Stats
@@ -261,27 +261,13 @@ def attach(ddp: DistributedDataParallel, compressor: Rules = "none", **options: 
         ValueError: a hook is registered already; and whatever :class:`HookState` raises.
     """
     try:
-        _check_ddp(ddp)
+        check_ddp(ddp)
     except (TypeError, ValueError) as e:
         publish_absence(getattr(ddp, "process_group", options.get("process_group") or dist.group.WORLD), e)
         raise
     state = HookState(ddp, compressor, **options)
     ddp.register_comm_hook(state, hook)
     return state
-
-
-def _check_ddp(ddp: Any) -> None:
-    if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(
-            f"commlib.attach needs a torch.nn.parallel.DistributedDataParallel, got {type(ddp).__name__}: "
-            "wrap the model first, ddp = DistributedDataParallel(model)"
-        )
-    if getattr(ddp, "_comm_hooks", None):
-        name = getattr(ddp._comm_hooks[0][0], "__qualname__", "unknown")
-        raise ValueError(
-            f"this DDP model already has a communication hook ({name}); PyTorch allows one for its lifetime: "
-            "wrap the model in a new DistributedDataParallel"
-        )
 
 
 def _signal(done: threading.Event, future: Any) -> None:

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from commlib.compressor import Kind, LayerSpec
 
 _CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NORM = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+
+
+def check_ddp(ddp: Any) -> None:
+    """Raises TypeError if it is no DDP model, ValueError if it has a communication hook already."""
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(
+            f"commlib.attach needs a torch.nn.parallel.DistributedDataParallel, got {type(ddp).__name__}: "
+            "wrap the model first, ddp = DistributedDataParallel(model)"
+        )
+    if getattr(ddp, "_comm_hooks", None):
+        name = getattr(ddp._comm_hooks[0][0], "__qualname__", "unknown")
+        raise ValueError(
+            f"this DDP model already has a communication hook ({name}); PyTorch allows one for its lifetime: "
+            "wrap the model in a new DistributedDataParallel"
+        )
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

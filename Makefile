@@ -39,7 +39,7 @@ wheel-test: $(READY)  ## build the wheel and run the fast tests against it, away
 	@$(WHEEL)/venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-index $(WHEEL)/dist/*.whl
 	@site='import sysconfig; print(sysconfig.get_path("purelib"))'; \
 		$(BIN)/python -c "$$site" > "$$($(WHEEL)/venv/bin/python -c "$$site")/dependencies.pth"
-	@mkdir $(WHEEL)/elsewhere && cp -r pyproject.toml tests $(WHEEL)/elsewhere/
+	@mkdir $(WHEEL)/elsewhere && cp -r pyproject.toml README.md CONTRIBUTING.md docs examples tests $(WHEEL)/elsewhere/
 	@cd $(WHEEL)/elsewhere && export PYTHONSAFEPATH=1 && \
 		../venv/bin/python -c 'import sys, commlib.bench, commlib.compressors, commlib.transports; \
 		from pathlib import Path; found = [Path(m.__file__) for n, m in sys.modules.items() if n.startswith("commlib")]; \

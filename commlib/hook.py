@@ -87,6 +87,7 @@ class HookState:
             publish_failure(self._group, self._key, self.world, e)
             raise
         terms = {"commlib": commlib.__version__, "dense_steps": str(dense_steps), "seed": str(seed)}
+        terms["scaler"] = "none" if scaler is None else "given"
         agree(self._group, self._key, {**terms, **self.plan.describe()}, self.world, timeout)
         self._names = {id(p): n for n, p in trained_parameters(inner).items()}
         self._specs = {s.name: s for s in specs}
@@ -171,7 +172,7 @@ class HookState:
         names = []
         routes: dict[str, list[Item]] = {}
         for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            name = self._names[id(parameter)]
+            name = self._name(parameter)
             route = self._route(name)
             routes.setdefault(route.exchange, []).append(self._item(name, route, grad))
             names.append(name)
@@ -180,6 +181,15 @@ class HookState:
         self._buckets.append(future)
         self._complete = bucket.is_last()
         return future
+
+    def _name(self, parameter: Tensor) -> str:
+        name = self._names.get(id(parameter))
+        if name is None:
+            raise ValueError(
+                f"DDP reduces a parameter of shape {tuple(parameter.shape)} that was frozen when commlib was attached: "
+                "freeze parameters before wrapping the model in DDP, or after attaching"
+            )
+        return name
 
     def _raise_failure(self) -> None:
         """Runs at the end of the backward pass, before DDP asks for the buckets: there our errors keep their type.

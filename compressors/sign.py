@@ -33,7 +33,8 @@ class ScaledSign(Compressor):
     def decode(self, payload: Tensor, out: Tensor, *, add: bool, scale: float, seed: int) -> None:
         if out.numel():
             mean = payload[:4].view(torch.float32)
-            store(torch.where(unpack_bits(payload[4:], out.numel()), mean, -mean), out, add=add, scale=scale)
+            signs = unpack_bits(payload[4:], out.numel()).float().mul_(2).sub_(1)
+            store(signs.mul_(mean), out, add=add, scale=scale)
 
     def contraction(self, spec: LayerSpec) -> float | None:
         return 1 / max(1, spec.numel)

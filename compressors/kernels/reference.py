@@ -76,13 +76,11 @@ def two_means_encode(v: Tensor, payload: Tensor, column: int) -> None:
         return
     positive = v >= 0
     grid = blocks(v, column)
-    upper = blocks(positive.float(), column)
     count = torch.full((grid.shape[0],), float(column), device=v.device)
     count[-1:].fill_(column - (-v.numel() % column))
-    count_up = upper.sum(1)
-    # where, not a product with the mask: 0·inf would put a NaN on the side that is finite
-    sum_up = torch.where(upper > 0, grid, 0.0).sum(1)
-    sum_low = torch.where(upper > 0, 0.0, grid).sum(1)
+    count_up = blocks(positive.float(), column).sum(1)
+    # clamped, not multiplied with the mask: 0·inf would put a NaN on the side that is finite
+    sum_up, sum_low = grid.clamp(min=0).sum(1), grid.clamp(max=0).sum(1)
     means = torch.stack([sum_low / (count - count_up).clamp(min=1), sum_up / count_up.clamp(min=1)], dim=1)
     head = 4 * means.numel()
     payload[:head].view(torch.float32).copy_(means.view(-1))
@@ -97,8 +95,9 @@ def two_means_decode(payload: Tensor, out: Tensor, column: int, *, add: bool, sc
     columns = -(-n // column)
     head = 8 * columns
     means = payload[:head].view(torch.float32).view(columns, 2)
-    signs = blocks(unpack_bits(payload[head:], n), column, fill=False)
-    values = torch.where(signs, means[:, 1:], means[:, :1])
+    upper = blocks(unpack_bits(payload[head:], n).float(), column)
+    # products with 0 and 1 are exact; a where() that broadcasts takes ten times as long on a CPU
+    values = (upper * means[:, 1:]).add_((1 - upper).mul_(means[:, :1]))
     store(values.view(-1)[:n], out, add=add, scale=scale)
 
 

@@ -577,3 +577,36 @@ def test_training_after_close_works_or_says_that_it_is_closed(fleet: Fleet):
         else:
             check(found["error"], "RuntimeError", "closed")
             assert found["error"].seconds < 10
+
+
+def frozen_between(world: World) -> str:
+    ddp = DistributedDataParallel(mlp(), find_unused_parameters=True)
+    ddp.module[2].weight.requires_grad_(False)  # type: ignore[index]
+    commlib.attach(ddp, "onebit", timeout=20)
+    try:
+        ddp(torch.randn(4, 24)).sum().backward()
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+    return "no error"
+
+
+def test_a_parameter_frozen_between_ddp_and_attach_is_named_by_its_shape(fleet: Fleet) -> None:
+    for said in fleet.run(2, frozen_between):
+        assert "shape (32, 32) that was frozen when commlib was attached" in said
+
+
+def one_scaler(world: World) -> str:
+    ddp = DistributedDataParallel(mlp())
+    scaler = torch.amp.GradScaler("cpu") if world.rank == 0 else None
+    try:
+        commlib.attach(ddp, "onebit", scaler=scaler, timeout=20)
+    except commlib.PlanMismatch as e:
+        return str(e)
+    return "no error"
+
+
+def test_a_scaler_on_one_rank_only_is_a_mismatch(fleet: Fleet) -> None:
+    for said in fleet.run(2, one_scaler):
+        assert "scaler: rank" in said
+        assert "'given'" in said
+        assert "'none'" in said

@@ -18,6 +18,8 @@ from commlib.bench.train.rank import main as rank_main
 from commlib.bench.train.settings import Settings
 from commlib.cli import main
 
+pytestmark = pytest.mark.slow
+
 
 def call(capfd: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of ``commlib train`` in this process (its ranks have their own)."""

@@ -19,6 +19,8 @@ import commlib
 from commlib.exchange.item import World
 from fleet import Fleet
 
+pytestmark = pytest.mark.slow
+
 # -- models, and what is caught ------------------------------------------------------------------
 
 
@@ -581,7 +583,7 @@ def test_training_after_close_works_or_says_that_it_is_closed(fleet: Fleet):
 
 def frozen_between(world: World) -> str:
     ddp = DistributedDataParallel(mlp(), find_unused_parameters=True)
-    ddp.module[2].weight.requires_grad_(False)  # type: ignore[index]
+    ddp.module[2].weight.requires_grad_(False)
     commlib.attach(ddp, "onebit", timeout=20)
     try:
         ddp(torch.randn(4, 24)).sum().backward()

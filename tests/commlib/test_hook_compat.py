@@ -20,6 +20,8 @@ import commlib
 from commlib.exchange.item import World
 from fleet import Fleet
 
+pytestmark = pytest.mark.slow
+
 STEPS = 12
 WIDTH = 24
 

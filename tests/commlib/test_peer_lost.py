@@ -22,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlib
 
+pytestmark = pytest.mark.slow
+
 SIZE = 3
 VICTIM = 2
 STEPS_BEFORE = 3

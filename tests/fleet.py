@@ -40,7 +40,7 @@ class Fleet:
     def __init__(self) -> None:
         self._ranks: list[tuple[Any, Connection]] = []
 
-    def run(self, size: int, job: Callable[..., Any], *args: Any, deadline: float = 100.0) -> list[Any]:
+    def run(self, size: int, job: Callable[..., Any], *args: Any, deadline: float = 240.0) -> list[Any]:
         """Runs ``job(World, *args)`` on ranks 0..size−1.
 
         Raises:

@@ -64,7 +64,7 @@ class Sequencer:
         self._streams: dict[torch.device, Any] = {}
         self._failed: BaseException | None = None
         self._failing = threading.Lock()
-        self.wire_bytes = 0.0
+        self._sent = [0.0] * len(self._groups)  # bytes by lane: each is written by one thread only
 
     def submit(self, label: str, rounds: Rounds, result: Tensor) -> torch.futures.Future[Tensor]:
         """Starts an exchange; returns at once (on a blocking backend) with a future of ``result``.
@@ -86,32 +86,44 @@ class Sequencer:
             while self._inline and trip.works:
                 self._finish_round(trip)
                 self._advance(trip, 0)
+        if trip.works:
+            self._queues[0].put(trip)
         return future
 
     def close(self, *, wait: bool = True) -> None:
         """Ends the lanes once their buckets are through; with ``wait``, stays until they have ended, at most 5 s."""
-        for q in self._queues:
+        for q in self._queues[:1]:  # a lane passes the end on, behind the buckets it has passed on
             q.put(None)
         for t in self._threads if wait else ():
             t.join(timeout=5.0)  # one that waits for a lost rank ends at the group's own deadline
         self._queues, self._threads = [], []
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes this rank has sent."""
+        return sum(self._sent)
 
     # -- lanes ----------------------------------------------------------------------------------
 
     def _start(self) -> None:
         self._queues = [queue.SimpleQueue() for _ in self._groups]
         self._threads = [
-            threading.Thread(target=self._lane, args=(i + 1, q), name=f"commlib-lane-{i + 1}", daemon=True)
-            for i, q in enumerate(self._queues)
+            threading.Thread(target=self._lane, args=(i, self._queues), name=f"commlib-lane-{i}", daemon=True)
+            for i in range(1, len(self._queues) + 1)
         ]
         for t in self._threads:
             t.start()
 
-    def _lane(self, lane: int, inbox: queue.SimpleQueue[_Trip | None]) -> None:
-        while (trip := inbox.get()) is not None:
+    def _lane(self, lane: int, queues: Sequence[queue.SimpleQueue[_Trip | None]]) -> None:
+        while (trip := queues[lane - 1].get()) is not None:
             with self._on_stream(trip.result.device):
                 self._finish_round(trip)
                 self._advance(trip, lane)
+            if trip.works:
+                queues[lane].put(trip)
+            del trip  # or it would keep the bucket until the next one comes
+        for q in queues[lane : lane + 1]:
+            q.put(None)
 
     def _finish_round(self, trip: _Trip) -> None:
         """Waits for the works of the last round; a failure becomes the trip's."""
@@ -150,13 +162,11 @@ class Sequencer:
             self._fail(trip, e)
             return
         for c in batch:
-            self._count(c)
-        if not self._inline:
-            self._queues[lane].put(trip)
+            self._count(c, lane)
 
-    def _count(self, c: Collective) -> None:
+    def _count(self, c: Collective, lane: int) -> None:
         sent = c.wire_bytes(self._world)
-        self.wire_bytes += sent
+        self._sent[lane] += sent
         total = sum(n for _, n in c.payers) or 1
         for meter, n in c.payers:
             meter.wire += sent * n / total

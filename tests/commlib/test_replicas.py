@@ -71,6 +71,7 @@ def fifty_steps(world: World, pairs: list[str]) -> dict[str, tuple[bool, bool, f
     return report
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("size", [2, 3])
 def test_replicas_are_bitwise_equal_after_50_steps_and_bytes_at_the_process_group_equal_stats(fleet: Fleet, size: int):
     reports = fleet.run(size, fifty_steps, list(PAIRS))
@@ -144,6 +145,7 @@ def delayed(world: World, rule: str, repetitions: int) -> tuple[bool, bool]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("rule", [{"0.*": "onebit@scatter_gather", "2.*": "powersgd", "*": "topk:ratio=0.1@gather"}])
 def test_random_delays_between_rounds_change_nothing_in_200_steps(fleet: Fleet, rule: dict[str, str]):
     for unchanged, equal in fleet.run(4, delayed, rule, 200):

@@ -123,24 +123,28 @@ def test_one_bit_sends_at_least_25_times_less_on_big_layers_and_31_times_with_on
 
 
 def delayed(world: World, rule: str, repetitions: int) -> tuple[bool, bool]:
-    """Trains with a random sleep before every collective of every lane, and without; the results must agree."""
+    """Trains with a random sleep before every round of every bucket, the hook's too, and without: no difference."""
     calm = Trainer(world, rule, cap=0.001)
     calm.train(repetitions)
     calm.close()
     dice = random.Random(world.rank)
-    original = sequencer.Sequencer._finish_round
+    original = sequencer.Sequencer._advance
+    naps = 0
 
-    def late(self, trip):
-        original(self, trip)
+    def late(self, trip, lane):
+        nonlocal naps
+        naps += 1
         time.sleep(dice.random() * 0.004)
+        original(self, trip, lane)
 
-    sequencer.Sequencer._finish_round = late  # type: ignore[method-assign]
+    sequencer.Sequencer._advance = late  # type: ignore[method-assign]
     try:
         hasty = Trainer(world, rule, cap=0.001)
         hasty.train(repetitions)
         hasty.close()
     finally:
-        sequencer.Sequencer._finish_round = original  # type: ignore[method-assign]
+        sequencer.Sequencer._advance = original  # type: ignore[method-assign]
+    assert naps > 3 * repetitions  # the delays were really there, in more than one bucket
     return torch.equal(calm.weights(), hasty.weights()), same_everywhere(world, hasty.weights())
 
 

@@ -14,7 +14,7 @@ import typer
 from commlib.errors import CheckpointMismatch, CommlibError, MissingDependency
 
 from . import rank, report
-from .launch import RankFailed, Terminated, run_ranks
+from commlib.bench.launch import RankFailed, Terminated, run_ranks
 from .progress import Bar
 from .settings import Settings, check_ranks
 from .tasks import BadInput

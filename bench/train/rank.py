@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .child import tell
-from .launch import cores
+from commlib.bench.child import tell
+from commlib.bench.launch import cores
 from .loop import Run
 from .settings import Settings
 from .tasks import BadInput, load_task
@@ -32,7 +32,7 @@ class Progress:
 def main(settings: Settings) -> dict[str, Any]:
     """Run all of it; every rank returns the same kind of report, JSON values only (rank 0's is the one shown).
 
-    Expects the environment torchrun or :func:`.launch.run_ranks` provides.
+    Expects the environment torchrun or :func:`commlib.bench.launch.run_ranks` provides.
 
     Raises:
         BadInput: the data or the device is not as the flags say.

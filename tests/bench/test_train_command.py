@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commlib.bench.train.launch import run_ranks
+from commlib.bench.launch import run_ranks
 from commlib.bench.train.rank import Progress
 from commlib.bench.train.rank import main as rank_main
 from commlib.bench.train.settings import Settings

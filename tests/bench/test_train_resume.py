@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from commlib.bench.train.launch import RankFailed, run_ranks
+from commlib.bench.launch import RankFailed, run_ranks
 from commlib.bench.train.rank import Progress
 from commlib.bench.train.rank import main as rank_main
 from commlib.bench.train.settings import Settings

@@ -28,7 +28,7 @@ try:
 except (EOFError, OSError):
     os._exit(1)
 threading.Thread(target=until_parent_ends, daemon=True).start()
-from commlib.bench.train.child import serve
+from commlib.bench.child import serve
 serve(link, job)
 """
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commlib.bench.train.child import tell
-from commlib.bench.train.launch import RankFailed, run_ranks
+from commlib.bench.child import tell
+from commlib.bench.launch import RankFailed, run_ranks
 
 
 def add_up(start: int) -> tuple[int, float]:

@@ -66,6 +66,7 @@ def run_ranks(
     args: Sequence[object] = (),
     *,
     env: Callable[[int], Mapping[str, str]] | None = None,
+    prefix: Callable[[int], Sequence[str]] | None = None,
     on_message: Callable[[int, Any], None] | None = None,
     timeout: float | None = None,
 ) -> list[Any]:
@@ -77,7 +78,9 @@ def run_ranks(
     Args:
         target: a function of an importable module (not of ``__main__``).
         args: picklable; results and messages must be picklable too.
-        env: more environment variables for a rank, winning over the defaults.
+        env: more environment variables for a rank, winning over the defaults. With ``MASTER_ADDR`` in them the
+            rank of that address holds the store, as where no agent does.
+        prefix: words put before a rank's command line, as those that enter another network namespace.
         on_message: called with (rank, message) for every :func:`.child.tell` of a rank.
         timeout: seconds after which the ranks are ended.
 
@@ -95,10 +98,11 @@ def run_ranks(
     deadline = None if timeout is None else time.monotonic() + timeout
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     ranks: list[_Rank] = []
-    with _sigterm_raises():
+    with sigterm_raises():
         try:
             for r in range(world_size):
-                ranks.append(_Rank(r, {**_environment(r, world_size, store.port), **(env(r) if env else {})}))
+                environment = {**_environment(r, world_size, store.port), **(env(r) if env else {})}
+                ranks.append(_Rank(r, environment, prefix(r) if prefix else ()))
             for rank in ranks:
                 rank.hand_over(job)
             return _collect(ranks, on_message, deadline)
@@ -110,24 +114,22 @@ def run_ranks(
 class _Rank:
     """One process and the socket to it."""
 
-    def __init__(self, rank: int, env: Mapping[str, str]) -> None:
+    def __init__(self, rank: int, env: Mapping[str, str], prefix: Sequence[str]) -> None:
         self.rank = rank
         ours, theirs = socket.socketpair()
-        # A blocked signal stays blocked through exec: Ctrl-C in the terminal goes to the parent alone.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", BOOTSTRAP, str(theirs.fileno())],
+                [*prefix, sys.executable, "-c", BOOTSTRAP, str(theirs.fileno())],
                 env={**os.environ, **env},
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C in the terminal goes to the parent alone
             )
         except BaseException:
             ours.close()
             raise
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
         self.link = Connection(ours.detach())
         self.open = True
@@ -207,14 +209,20 @@ def _end(ranks: list[_Rank]) -> None:
     for rank in ranks:
         rank.link.close()  # the rank's watcher ends it
         if rank.process.poll() is None:
-            rank.process.terminate()
+            signal_session(rank.process, signal.SIGTERM)
     deadline = time.monotonic() + 3.0
     for rank in ranks:
         try:
             rank.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            rank.process.kill()
+            signal_session(rank.process, signal.SIGKILL)
             rank.process.wait()
+
+
+def signal_session(process: subprocess.Popen[bytes], signum: int) -> None:
+    """Signal a process that was started with ``start_new_session`` and what it started, as a prefix does."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signum)
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -236,7 +244,8 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _sigterm_raises() -> Iterator[None]:
+def sigterm_raises() -> Iterator[None]:
+    """Inside, SIGTERM raises :class:`Terminated` in the main thread; elsewhere nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,0 +1,66 @@
+"""What a lab is made of, as lines for ``ip -batch`` and ``tc -batch``. Pure text.
+
+Inside the keeper's network namespace, the *switch*: bridge ``br0`` with ports ``p0`` … ; port ``pN`` is one
+end of the cable to host N, a network namespace ``hN`` whose ``eth0`` is the other end. A token bucket on
+``eth0`` slows what the host sends, one on ``pN`` what it receives: full duplex, each way at the rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .rate import token_bucket
+
+MOST_HOSTS = 64
+INTERFACE = "eth0"  # of every host
+PORT = 29500  # torchrun's; free, for a lab's first host has just been made
+
+
+def address(host: int) -> str:
+    """The IPv4 address of a host; it means nothing outside its lab."""
+    return f"10.0.0.{host + 1}"
+
+
+def name(host: int) -> str:
+    """The network namespace of a host, inside the lab."""
+    return f"h{host}"
+
+
+def port(host: int) -> str:
+    """The switch's end of the cable to a host."""
+    return f"p{host}"
+
+
+def build(hosts: int) -> list[str]:
+    """``ip`` lines that make the switch and its hosts, links up, without a limit."""
+    lines = ["link add br0 type bridge", "link set br0 up"]
+    for h in range(hosts):
+        lines += [
+            f"netns add {name(h)}",
+            f"link add {port(h)} type veth peer name {INTERFACE} netns {name(h)}",
+            f"link set {port(h)} addrgenmode none",
+            f"link set {port(h)} master br0 up",
+        ]
+    return lines
+
+
+def inside(host: int) -> list[str]:
+    """``ip`` lines for within a host: its loopback and its address. No IPv6: one host, one address."""
+    return [
+        "link set lo up",
+        f"link set {INTERFACE} addrgenmode none",
+        f"addr add {address(host)}/24 dev {INTERFACE}",
+        f"link set {INTERFACE} up",
+    ]
+
+
+def shape(device: str, rate: float | None) -> list[str]:
+    """``tc`` lines that give one end of a cable its rate; None removes the limit (there must be one)."""
+    if rate is None:
+        return [f"qdisc del dev {device} root"]
+    return [f"qdisc replace dev {device} root tbf {token_bucket(rate)}"]
+
+
+def batch(lines: Iterable[str]) -> str:
+    """Lines as ``-batch -`` reads them."""
+    return "".join(f"{line}\n" for line in lines)

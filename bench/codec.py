@@ -17,7 +17,8 @@ import torch
 import typer
 from torch import Tensor
 
-from commlib.bench.report import Row, print_rows, progress
+from commlib.bench.record import Json, Record, Save, emit, facts
+from commlib.bench.report import Row, progress
 from commlib.compressor import Compressor, LayerSpec, Memory
 from commlib.errors import MissingDependency
 from commlib.feedback import ErrorFeedback
@@ -28,17 +29,17 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 def codec(
     codecs: Annotated[
-        list[str] | None, typer.Option("--codec", help="Spec string, as topk:ratio=0.01; repeat it. Default: all.")
+        list[str] | None, typer.Option("--codec", help="Spec string, as topk:ratio=0.01; repeat it. [all]")
     ] = None,
-    numel: Annotated[
-        list[int] | None, typer.Option(help="Values in the gradient; repeat it. Default: 1048576.")
-    ] = None,
+    numel: Annotated[list[int] | None, typer.Option(help="Values in the gradient; repeat it. [1048576]")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; lossy codecs convert, on the clock.")] = (
         "float32"
     ),
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1…; auto takes the GPU if there is one.")] = "auto",
-    repeat: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 11,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line instead of a table.")] = False,
+    repeat: Annotated[int | None, typer.Option(min=1, help="Timed rounds; the median counts. [11]")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="65536 values and 5 rounds where not said otherwise.")] = False,
+    as_json: Json = False,
+    save: Save = None,
 ) -> None:
     """Speed, error and size of codecs on one gradient.
 
@@ -50,8 +51,10 @@ def codec(
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
     where = pick_device(device)
+    sizes = numel or [1 << 16 if quick else 1 << 20]
+    rounds = repeat or (5 if quick else 11)
     rows: list[Row] = []
-    for name, n in progress([(c, n) for c in codecs or compressors() for n in numel or [1 << 20]], "codecs"):
+    for name, n in progress([(c, n) for c in codecs or compressors() for n in sizes], "codecs"):
         try:
             built = make(name)
         except MissingDependency as e:
@@ -59,8 +62,10 @@ def codec(
                 raise
             typer.echo(f"{name} left out: {e}", err=True)
             continue
-        rows += measure(built, n, _DTYPES[dtype], where, repeat=repeat)
-    print_rows(rows, title=f"codecs on {where}, reference kernels, median of {repeat}", as_json=as_json)
+        rows += measure(built, n, _DTYPES[dtype], where, repeat=rounds)
+    record = Record("codec", facts(threads=torch.get_num_threads(), repeat=rounds), rows)
+    title = f"codecs on {where}, {torch.get_num_threads()} threads, reference kernels, median of {rounds}"
+    emit(record, title=title, as_json=as_json, save=save)
 
 
 def pick_device(name: str) -> torch.device:

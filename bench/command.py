@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from commlib.bench.codec import codec
+from commlib.bench.lab.command import lab
 
 app = typer.Typer(name="bench", help="Measure the parts on this machine.", no_args_is_help=True)
 
@@ -14,4 +15,5 @@ def _bench() -> None:
     """Measure the parts on this machine."""
 
 
+app.command("lab", context_settings={"allow_interspersed_args": False})(lab)  # COMMAND's options are its own
 app.command("codec")(codec)

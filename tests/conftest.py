@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from commlib.bench.lab import Lab, unavailable
 from fleet import PIDS, Fleet
 
 _PATIENCE = 5.0  # seconds that what a test started may take to go away by itself
@@ -42,6 +44,21 @@ def fleet() -> Iterator[Fleet]:
     ranks = Fleet()
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def no_lab() -> str | None:
+    """Why there can be no emulated hosts here; None if there can."""
+    return unavailable()
+
+
+@pytest.fixture
+def lab(no_lab: str | None) -> Iterator[Callable[..., Lab]]:
+    """``lab(hosts, rate)`` makes emulated hosts that end with the test; skips where there can be none."""
+    if no_lab is not None:
+        pytest.skip(no_lab)
+    with contextlib.ExitStack() as stack:
+        yield lambda *args, **options: stack.enter_context(Lab(*args, **options))
 
 
 @pytest.fixture(autouse=True)

@@ -19,17 +19,30 @@ from commlib.errors import CommlibError
 from . import wiring
 from .rate import HIGHEST, LOWEST
 
-_NEEDED = {"unshare": "util-linux", "nsenter": "util-linux", "mount": "mount", "ip": "iproute2", "tc": "iproute2"}
+_NEEDED = {
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "mount": "mount",
+    "env": "coreutils",
+    "ip": "iproute2",
+    "tc": "iproute2",
+}
+_NAMESPACES = ("--net", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc")
 _PATIENCE_S = 30.0  # for one command; they take milliseconds
 
 # The first process of the lab, and so its PID 1: when it ends, the kernel kills every other process of the
 # lab, and with the last of them go the namespaces. It ends when nobody holds the other end of its stdin.
-# `ip netns` keeps its names in /run/netns: here a file system of the lab's own.
+# `ip netns` keeps its names in /run/netns: here a file system of the lab's own. $1 are the hosts' names.
 _KEEPER = """
 set -e
 [ -d /run/netns ] && over=/run/netns || over=/run
 mount -t tmpfs lab $over
 mkdir -p /run/netns
+if [ -e /etc/hosts ]; then
+    { cat /etc/hosts; echo "$1"; } > /run/netns/hosts
+    mount --bind /run/netns/hosts /etc/hosts
+    rm /run/netns/hosts
+fi
 echo ready
 exec cat >/dev/null
 """
@@ -82,7 +95,7 @@ class Lab:
         self._rates: list[float | None] = [None] * hosts
         self._starts = 0
         self._lock = threading.Lock()  # a schedule may change the rate while another thread reads counters
-        self._keeper = _start_keeper()
+        self._keeper = _start_keeper(wiring.names(hosts))
         try:
             self._batch("ip", wiring.build(hosts))
             for h in range(hosts):
@@ -118,10 +131,10 @@ class Lab:
         """Plug a host's cable in again."""
         self._batch("ip", [f"link set {wiring.port(h)} up" for h in self._each(host)])
 
-    def kill(self, host: int) -> None:
-        """End every process of a host by SIGKILL, as a power cut would; its link stays."""
-        for h in self._each(host):
-            self._run([*self._enter, "sh", "-c", f"kill -9 $(ip netns pids {wiring.name(h)}) 2>/dev/null || :"])
+    def signal(self, signum: int, host: int | None = None) -> None:
+        """Send a signal to every process of a host, or of all; SIGKILL to one host is its power cut."""
+        named = " ".join(f"$(ip netns pids {wiring.name(h)})" for h in self._each(host))
+        self._run([*self._enter, "sh", "-c", f"kill -{int(signum)} {named} 2>/dev/null || :"])
 
     def counters(self) -> list[Counters]:
         """What each host's interface counted so far, read at the switch's end of the cable."""
@@ -136,7 +149,8 @@ class Lab:
     def enter(self, host: int) -> list[str]:
         """The words that, put before a command, run it on a host; it ends with the lab."""
         (h,) = self._each(host)
-        return [*self._enter, "ip", "netns", "exec", wiring.name(h)]
+        # nsenter leaves one in the root folder: env goes back.
+        return [*self._enter, "ip", "netns", "exec", wiring.name(h), "env", "-C", os.getcwd()]
 
     def prefix(self, rank: int) -> list[str]:
         """:meth:`enter` for the host of a rank."""
@@ -243,7 +257,7 @@ def unavailable() -> str | None:
         return str(e)
 
 
-def _start_keeper() -> subprocess.Popen[str]:
+def _start_keeper(names: str) -> subprocess.Popen[str]:
     if not sys.platform.startswith("linux"):
         raise LabError(f"the lab needs Linux's network namespaces, and this is {sys.platform}")
     absent = [name for name in _NEEDED if shutil.which(name) is None]
@@ -252,7 +266,7 @@ def _start_keeper() -> subprocess.Popen[str]:
         raise LabError(f"the lab needs {' and '.join(absent)}, which are not here: install {packages}")
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
     keeper = subprocess.Popen(
-        ["unshare", *user, "--net", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc", "sh", "-c", _KEEPER],
+        ["unshare", *user, *_NAMESPACES, "sh", "-c", _KEEPER, "keeper", names],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -31,9 +31,15 @@ def port(host: int) -> str:
     return f"p{host}"
 
 
+def names(hosts: int) -> str:
+    """Lines for /etc/hosts; also as the IPv6 sockets of PyTorch's store write an IPv4 address."""
+    return "".join(f"{address(h)} {name(h)}\n::ffff:{address(h)} {name(h)}\n" for h in range(hosts))
+
+
 def build(hosts: int) -> list[str]:
     """``ip`` lines that make the switch and its hosts, links up, without a limit."""
-    lines = ["link add br0 type bridge", "link set br0 up"]
+    # The switch itself says nothing on the wire: what the counters see is the hosts' own.
+    lines = ["link add br0 type bridge mcast_snooping 0", "link set br0 addrgenmode none", "link set br0 up"]
     for h in range(hosts):
         lines += [
             f"netns add {name(h)}",

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import torch.distributed as dist
 import typer
 
+from commlib.bench.launch import RankFailed, Terminated, run_ranks
 from commlib.errors import CheckpointMismatch, CommlibError, MissingDependency
 
 from . import rank, report
-from commlib.bench.launch import RankFailed, Terminated, run_ranks
 from .progress import Bar
 from .settings import Settings, check_ranks
 from .tasks import BadInput

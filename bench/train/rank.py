@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from commlib.bench.child import tell
 from commlib.bench.launch import cores
+
 from .loop import Run
 from .settings import Settings
 from .tasks import BadInput, load_task

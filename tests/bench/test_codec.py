@@ -25,7 +25,7 @@ def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     rows = [json.loads(line) for line in out.splitlines()]
     assert err == ""
-    assert all(list(row) == COLUMNS for row in rows)
+    assert all(list(row) == ["schema", "kind", "run", *COLUMNS] for row in rows)
     assert [(r["codec"], r["op"], r["numel"]) for r in rows] == [
         (name, op, n) for name in ("none", "onebit") for n in (4096, 65536) for op in ("compress", "decompress_add")
     ]

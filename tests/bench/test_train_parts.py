@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from commlib.bench.launch import run_ranks
 from commlib.bench.train import report
 from commlib.bench.train.checkpoint import run_path
-from commlib.bench.launch import run_ranks
 from commlib.bench.train.loop import learning_rate
 from commlib.bench.train.rank import place
 from commlib.bench.train.replicas import ReplicasDiffer, check_replicas

@@ -1,0 +1,127 @@
+"""``commlib bench lab``: what a user types, and what a slip gets."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+COMMLIB = [sys.executable, "-m", "commlib", "bench", "lab"]
+
+ALL_REDUCE = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.full((1000,), float(dist.get_rank() + 1))
+dist.all_reduce(x)
+print(f"rank {dist.get_rank()} of {dist.get_world_size()}, local {os.environ['LOCAL_RANK']}: {x[0].item()}\\n", end="", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _needs_a_lab(no_lab: str | None) -> None:
+    if no_lab is not None:
+        pytest.skip(no_lab)
+
+
+def lab(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMLIB, *args], capture_output=True, text=True, timeout=100)
+
+
+def sh(script: str) -> list[str]:
+    return ["--", "sh", "-c", script]
+
+
+def test_ranks_meet_over_the_switch_as_under_torchrun() -> None:
+    done = lab(
+        "--hosts", "2", "--ranks-per-host", "2", "--rate", "200mbit", "--json", "--", sys.executable, "-c", ALL_REDUCE
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    said = sorted(x for x in lines if x.startswith("rank"))
+    assert said == [f"rank {r} of 4, local {r % 2}: 10.0" for r in range(4)]
+    counters = [json.loads(x) for x in lines if x.startswith("{")]
+    assert [c["host"] for c in counters] == ["h0", "h1"]
+    assert all(c["sent_bytes"] > 4000 for c in counters)  # 1000 floats crossed the switch
+    assert all(c["packets_dropped"] == 0 for c in counters)
+
+
+def test_the_first_failing_rank_is_named_and_its_status_is_ours() -> None:
+    done = lab("--hosts", "3", *sh("test $RANK -ne 1 || exit 7; sleep 60"))
+    assert done.returncode == 7
+    assert "lab: rank 1 on h1 ended with exit status 7" in done.stderr
+    assert "lab: rank 0, 2 was ended because of that" in done.stderr
+
+
+def test_a_host_that_dies_is_named() -> None:
+    done = lab("--hosts", "2", "--at", "0.1:kill=1", *sh("sleep 60"))
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "lab: rank 1 on h1 was killed by SIGKILL" in done.stderr
+
+
+def test_the_schedule_is_followed_and_told() -> None:
+    done = lab("--hosts", "2", "--rate", "1gbit", "--at", "0.2:cut=1", "--at", "0.1:1=50mbit", *sh("sleep 0.6"))
+    assert done.returncode == 0
+    assert done.stderr.index("lab: 0.1 s: h1 at 50mbit") < done.stderr.index("lab: 0.2 s: cut h1")
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--", "no-such-program"], "command not found: 'no-such-program'"),
+        (["--rate", "fast", "--", "true"], "a rate is a number and kbit, mbit or gbit"),
+        (["--rate", "1bit", "--", "true"], "a link can have 64kbit to 100gbit"),
+        (["--hosts", "0", "--", "true"], "a lab has 1 to 64 hosts"),
+        (["--ranks-per-host", "0", "--", "true"], "ranks_per_host must be at least 1"),
+        (["--at", "1:cut=9", "--", "true"], "there is no host '9'"),
+    ],
+)
+def test_a_slip_is_explained_in_one_line(args: list[str], said: str) -> None:
+    done = lab(*args)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_reaches_the_ranks_and_ends_all(signum: int, code: int, tmp_path: Path) -> None:
+    farewell = tmp_path / "farewell"
+    script = f"trap 'echo bye > {farewell}-$RANK; exit' INT; echo up; while :; do sleep 0.1; done"
+    process = subprocess.Popen(
+        [*COMMLIB, "--hosts", "2", *sh(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["up\n", "up\n"]
+    process.send_signal(signum)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert "every process on the hosts was ended" in err
+    if signum == signal.SIGINT:
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["farewell-0", "farewell-1"]
+
+
+@pytest.mark.parametrize(
+    "user", [["unshare", "--user", "--map-user=1000", "--map-group=1000"], ["unshare", "--user"]], ids=["1000", "none"]
+)
+def test_without_root_it_works_where_users_may_make_namespaces_and_else_says_so(user: list[str]) -> None:
+    # In a user namespace root keeps its files and loses its rights. Without a user id there it may make no other.
+    argv = [*(user if os.geteuid() == 0 else []), *COMMLIB, "--hosts", "2", "--rate", "50mbit", *sh("echo $RANK")]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    if done.returncode == 0:
+        assert sorted(done.stdout.split()) == ["0", "1"]
+    else:
+        assert "run it as root, or allow unprivileged user namespaces" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_commands_own_options_are_left_alone() -> None:
+    began = time.monotonic()
+    done = lab("--hosts", "1", "echo", "--hosts", "9")
+    assert done.stdout.splitlines() == ["--hosts 9"]
+    assert time.monotonic() - began < 60

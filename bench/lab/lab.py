@@ -2,54 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
-import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from commlib.errors import CommlibError
-
 from . import wiring
+from .keeper import Keeper, LabError
 from .rate import HIGHEST, LOWEST
 
-_NEEDED = {
-    "unshare": "util-linux",
-    "nsenter": "util-linux",
-    "mount": "mount",
-    "env": "coreutils",
-    "ip": "iproute2",
-    "tc": "iproute2",
-}
-_NAMESPACES = ("--net", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc")
 _PATIENCE_S = 30.0  # for one command; they take milliseconds
-
-# The first process of the lab, and so its PID 1: when it ends, the kernel kills every other process of the
-# lab, and with the last of them go the namespaces. It ends when nobody holds the other end of its stdin.
-# `ip netns` keeps its names in /run/netns: here a file system of the lab's own. $1 are the hosts' names.
-_KEEPER = """
-set -e
-[ -d /run/netns ] && over=/run/netns || over=/run
-mount -t tmpfs lab $over
-mkdir -p /run/netns
-if [ -e /etc/hosts ]; then
-    { cat /etc/hosts; echo "$1"; } > /run/netns/hosts
-    mount --bind /run/netns/hosts /etc/hosts
-    rm /run/netns/hosts
-fi
-echo ready
-exec cat >/dev/null
-"""
-
-
-class LabError(CommlibError):
-    """There can be no lab here, or a command that changes one failed; the message has the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +61,7 @@ class Lab:
         self._rates: list[float | None] = [None] * hosts
         self._starts = 0
         self._lock = threading.Lock()  # a schedule may change the rate while another thread reads counters
-        self._keeper = _start_keeper(wiring.names(hosts))
+        self._keeper = Keeper(wiring.names(hosts))
         try:
             self._batch("ip", wiring.build(hosts))
             for h in range(hosts):
@@ -134,13 +100,13 @@ class Lab:
     def signal(self, signum: int, host: int | None = None) -> None:
         """Send a signal to every process of a host, or of all; SIGKILL to one host is its power cut."""
         named = " ".join(f"$(ip netns pids {wiring.name(h)})" for h in self._each(host))
-        self._run([*self._enter, "sh", "-c", f"kill -{int(signum)} {named} 2>/dev/null || :"])
+        self._run([*self._keeper.enter(), "sh", "-c", f"kill -{int(signum)} {named} 2>/dev/null || :"])
 
     def counters(self) -> list[Counters]:
         """What each host's interface counted so far, read at the switch's end of the cable."""
-        shown = json.loads(self._run([*self._enter, "ip", "-json", "-stats", "link", "show", "type", "veth"]))
+        shown = json.loads(self._run([*self._keeper.enter(), "ip", "-json", "-stats", "link", "show", "type", "veth"]))
         stats = {link["ifname"]: link["stats64"] for link in shown}
-        queues = json.loads(self._run([*self._enter, "tc", "-json", "-stats", "qdisc", "show"]) or "[]")
+        queues = json.loads(self._run([*self._keeper.enter(), "tc", "-json", "-stats", "qdisc", "show"]) or "[]")
         lost = {q["dev"]: int(q.get("drops", 0)) for q in queues if q.get("kind") == "tbf"}
         return [_counters(stats[wiring.port(h)], lost.get(wiring.port(h), 0)) for h in range(self.hosts)]
 
@@ -150,7 +116,7 @@ class Lab:
         """The words that, put before a command, run it on a host; it ends with the lab."""
         (h,) = self._each(host)
         # nsenter leaves one in the root folder: env goes back.
-        return [*self._enter, "ip", "netns", "exec", wiring.name(h), "env", "-C", os.getcwd()]
+        return [*self._keeper.enter(), "ip", "netns", "exec", wiring.name(h), "env", "-C", os.getcwd()]
 
     def prefix(self, rank: int) -> list[str]:
         """:meth:`enter` for the host of a rank."""
@@ -193,19 +159,7 @@ class Lab:
 
     def close(self) -> None:
         """End every process of the lab and take it down; more than once does no harm."""
-        keeper = self._keeper
-        if keeper.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                keeper.stdin.close()
-        try:
-            # unshare returns only when PID 1 has, and that only when every process of the lab has.
-            keeper.wait(_PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            keeper.kill()  # --kill-child takes PID 1 along
-            keeper.wait()
-        for stream in (keeper.stdout, keeper.stderr):
-            if stream is not None:
-                stream.close()
+        self._keeper.close()
 
     def __enter__(self) -> Lab:
         return self
@@ -217,17 +171,8 @@ class Lab:
 
     # -- how it is done -------------------------------------------------------------------------
 
-    @property
-    def _enter(self) -> list[str]:
-        """The words that run a command in the switch; a PID namespace holds for a process's children."""
-        if self._keeper.poll() is not None:
-            raise LabError("the lab has ended: its keeper is gone (closed, or killed)")
-        proc = f"/proc/{self._keeper.pid}/ns"
-        user = [] if os.geteuid() == 0 else [f"--user={proc}/user", "--preserve-credentials"]
-        return ["nsenter", *user, f"--net={proc}/net", f"--mount={proc}/mnt", f"--pid={proc}/pid_for_children", "--"]
-
     def _batch(self, program: str, lines: Sequence[str], *, host: int | None = None) -> None:
-        enter = self._enter if host is None else self.enter(host)
+        enter = self._keeper.enter() if host is None else self.enter(host)
         self._run([*enter, program, "-batch", "-"], wiring.batch(lines))
 
     def _run(self, argv: Sequence[str], stdin: str = "") -> str:
@@ -255,36 +200,6 @@ def unavailable() -> str | None:
             return None
     except LabError as e:
         return str(e)
-
-
-def _start_keeper(names: str) -> subprocess.Popen[str]:
-    if not sys.platform.startswith("linux"):
-        raise LabError(f"the lab needs Linux's network namespaces, and this is {sys.platform}")
-    absent = [name for name in _NEEDED if shutil.which(name) is None]
-    if absent:
-        packages = ", ".join(sorted({_NEEDED[n] for n in absent}))
-        raise LabError(f"the lab needs {' and '.join(absent)}, which are not here: install {packages}")
-    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    keeper = subprocess.Popen(
-        ["unshare", *user, *_NAMESPACES, "sh", "-c", _KEEPER, "keeper", names],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # Ctrl-C in the terminal goes to the owner alone
-    )
-    assert keeper.stdin is not None
-    assert keeper.stdout is not None
-    assert keeper.stderr is not None
-    if keeper.stdout.readline() != "ready\n":
-        keeper.stdin.close()
-        said = " ".join(keeper.stderr.read().split())
-        keeper.wait()
-        keeper.stdout.close()
-        keeper.stderr.close()
-        who = "" if os.geteuid() == 0 else "; run it as root, or allow unprivileged user namespaces"
-        raise LabError(f"the lab needs namespaces of its own and may not make them: {said or 'no reason given'}{who}")
-    return keeper
 
 
 def _counters(stats: Mapping[str, Any], dropped: int) -> Counters:

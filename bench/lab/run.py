@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
 
-from .lab import Lab, LabError
+from .keeper import LabError
+from .lab import Lab
 from .schedule import Event
 
 _SETTLE_S = 1.0  # after a first failure, so long may others report theirs

@@ -19,7 +19,8 @@ import os, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 x = torch.full((1000,), float(dist.get_rank() + 1))
 dist.all_reduce(x)
-print(f"rank {dist.get_rank()} of {dist.get_world_size()}, local {os.environ['LOCAL_RANK']}: {x[0].item()}\\n", end="", flush=True)
+said = f"rank {dist.get_rank()} of {dist.get_world_size()}, local {os.environ['LOCAL_RANK']}: {x[0].item()}"
+print(said + "\\n", end="", flush=True)
 dist.destroy_process_group()
 """
 
@@ -50,6 +51,16 @@ def test_ranks_meet_over_the_switch_as_under_torchrun() -> None:
     assert [c["host"] for c in counters] == ["h0", "h1"]
     assert all(c["sent_bytes"] > 4000 for c in counters)  # 1000 floats crossed the switch
     assert all(c["packets_dropped"] == 0 for c in counters)
+
+
+@pytest.mark.slow
+def test_torchrun_runs_on_the_hosts(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(ALL_REDUCE)
+    torchrun = f"{sys.executable} -m torch.distributed.run --nnodes 2 --nproc-per-node 2 --node-rank $GROUP_RANK"
+    done = lab("--hosts", "2", *sh(f"{torchrun} --master-addr $MASTER_ADDR --master-port 29400 {script}"))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n")) == sorted([*(f"rank {r} of 4, local {r % 2}: 10.0" for r in range(4)), ""])
 
 
 def test_the_first_failing_rank_is_named_and_its_status_is_ours() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from commlib.bench.lab import Lab, LabError
-from commlib.bench.lab import lab as lab_module
+from commlib.bench.lab import Lab, LabError, unavailable
+from commlib.bench.lab.keeper import NEEDED
 
 MakeLab = Callable[..., Lab]
 
@@ -184,19 +184,19 @@ def test_a_closed_lab_says_so(lab: MakeLab) -> None:
 
 def test_without_iproute2_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    reason = lab_module.unavailable()
+    reason = unavailable()
     assert reason is not None
     assert "install coreutils, iproute2, mount, util-linux" in reason
 
 
 def test_without_the_right_to_make_namespaces_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in lab_module._NEEDED:
+    for name in NEEDED:
         fake = tmp_path / name
         fake.write_text("#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2\nexit 1\n")
         fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    reason = lab_module.unavailable()
+    reason = unavailable()
     assert reason is not None
     assert "Operation not permitted" in reason
     assert "run it as root" in reason

@@ -25,8 +25,16 @@ lint: $(READY) types  ## ruff check, ruff format --check, mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(READY)  ## speed, error and size of every codec on this machine
-	$(BIN)/commlib bench codec
+# Where there are no emulated hosts: make bench AT="--ranks 2"
+AT ?= --hosts 4 --rate 200mbit
+FIGURES := build/bench
+
+bench: $(READY)  ## measure link, codecs, exchanges and training on emulated hosts (AT); some minutes, one page
+	$(BIN)/commlib bench link $(AT) --save $(FIGURES)
+	$(BIN)/commlib bench codec --save $(FIGURES)
+	$(BIN)/commlib bench exchange $(AT) --save $(FIGURES)
+	$(BIN)/commlib bench train $(AT) --save $(FIGURES)
+	$(BIN)/commlib bench report $(FIGURES)
 
 # The wheel goes into a venv of its own that borrows the dependencies from .venv but not the editable
 # install (Python reads no .pth file of a folder that a .pth file names). The tests are copied away

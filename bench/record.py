@@ -122,7 +122,11 @@ def read(path: Path) -> list[Record]:
     found: list[Record] = []
     for file in files:
         own: dict[str, Record] = {}
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            raise ValueError(f"{file}: cannot be read as text ({e})") from e
+        for number, line in enumerate(text.splitlines(), 1):
             if line.strip():
                 kind, run, row = _parse(line, f"{file}:{number}")
                 key = json.dumps([kind, run], sort_keys=True)

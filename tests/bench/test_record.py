@@ -77,6 +77,12 @@ def test_what_is_no_record_is_named_with_its_line(tmp_path: Path, text: str, sai
     assert said in str(caught.value)
 
 
+def test_bytes_that_are_no_text_are_refused_with_the_file(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"bad\.jsonl: cannot be read"):
+        read(tmp_path)
+
+
 def test_a_folder_with_nothing_in_it_says_how_to_fill_it(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(ValueError, match="--save FOLDER"):

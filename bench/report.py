@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TextIO, TypeVar
 
@@ -44,10 +45,26 @@ def print_rows(rows: Sequence[Row], *, title: str = "", as_json: bool = False, f
     table = Table(title=title or None)
     for name in columns:
         numeric = all(isinstance(r[name], int | float | None) for r in rows)
-        table.add_column(name.replace("_", " "), justify="right" if numeric else "left", no_wrap=True)
+        heading = "\n".join(heading_lines(name, [r[name] for r in rows]))
+        table.add_column(heading, justify="right" if numeric else "left", no_wrap=True)
     for row in rows:
         table.add_row(*(cell(v) for v in row.values()))
     console(out).print(table)
+
+
+def heading_lines(column: str, values: Iterable[object]) -> list[str]:
+    """A column's name, in as many lines as keep it no wider than its values (or eight letters)."""
+    width = max([8, *(len(cell(v)) for v in values)])
+    return textwrap.wrap(column.replace("_", " "), width, break_long_words=False)
+
+
+def table_width(rows: Sequence[Row]) -> int:
+    """Characters that the table of these rows takes in a line."""
+    widths = []
+    for name in rows[0] if rows else ():
+        values = [r[name] for r in rows]
+        widths.append(max(map(len, [*heading_lines(name, values), *map(cell, values)])))
+    return 1 + sum(w + 3 for w in widths)
 
 
 def cell(value: object) -> str:

@@ -1,0 +1,1 @@
+"""What a DDP step costs with each exchange and codec, when the model computes nothing."""

@@ -1,0 +1,136 @@
+"""A model that is all gradient: the shapes of a real one, and a backward pass that costs next to nothing.
+
+What is left of a DDP step when the model computes nothing is the exchange of its gradients. So one can
+measure that exchange for VGG-19 on a machine that cannot train it, and give the backward pass whatever
+length a faster machine would need, with the cores free meanwhile, as they are while an accelerator computes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+_OFFSETS = 1 << 16  # so many parameters get gradients that begin at different places of the pool
+_STRIDE = 7919  # odd, so that it reaches all of them
+_NAP_S = 1e-3  # shorter sleeps are saved up: the system would round each of them up
+
+
+class Replay(nn.Module):
+    """A module whose backward pass hands out prepared gradients; ``module()`` is its loss, a scalar 0.
+
+    Gradients are standard normal, differ from rank to rank and from parameter to parameter, and are the same
+    in every step. They become ready in reverse order of ``shapes``, as those of a chain of layers do.
+
+    Args:
+        shapes: (name, shape) of every parameter, with the names ``named_parameters`` shall have.
+        backward_s: seconds the backward pass sleeps in all, spread over the parameters by their size.
+        seed: of the gradients, together with this process's rank in the default group.
+
+    Raises:
+        ValueError: no parameters, a name twice, names that no module can have, or a negative time.
+    """
+
+    def __init__(
+        self, shapes: Iterable[tuple[str, tuple[int, ...]]], *, backward_s: float = 0.0, seed: int = 0
+    ) -> None:
+        super().__init__()
+        if not backward_s >= 0:
+            raise ValueError(f"backward_s must be a number of seconds ≥ 0, got {backward_s!r}")
+        listed = [(name, nn.Parameter(torch.zeros(shape))) for name, shape in shapes]
+        if not listed:
+            raise ValueError("a model without parameters has no gradients to replay")
+        for name, parameter in listed:
+            _register(self, name, parameter)
+        self._order = dict(listed)
+        self._clock = _Clock(backward_s, sum(p.numel() for _, p in listed))
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        largest = max(p.numel() for _, p in listed)
+        generator = torch.Generator().manual_seed(seed + rank)
+        # One pool for all, or the gradients of a large model would need as much memory again.
+        self._pool = torch.randn(largest + _OFFSETS, generator=generator)
+        self._places = {name: i * _STRIDE % _OFFSETS for i, name in enumerate(self._order)}
+
+    def gradient(self, name: str) -> Tensor:
+        """What this rank's backward pass hands to a parameter; a view, not to be changed.
+
+        Raises:
+            KeyError: no parameter of that name.
+        """
+        parameter, start = self._order[name], self._places[name]
+        return self._pool[start : start + parameter.numel()].view(parameter.shape)
+
+    def forward(self) -> Tensor:
+        """The loss. Each parameter's node hangs on the one before, so backward takes them in reverse order."""
+        self._clock.restart()
+        loss = self._pool.new_zeros(())
+        for name, parameter in self._order.items():
+            loss = _Hand.apply(loss, parameter, self, name)  # type: ignore[no-untyped-call]
+        return loss
+
+    def spend(self, name: str) -> None:
+        """Sleeps the time the backward pass of this parameter takes."""
+        self._clock.spend(self._order[name].numel())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Replay:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # Not a buffer: DDP would give every rank the gradients of rank 0.
+        self._pool = fn(self._pool)
+        self._order = {name: self.get_parameter(name) for name in self._order}
+        return self
+
+
+class _Hand(torch.autograd.Function):
+    """Passes the loss on; backward returns a parameter's prepared gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, parameter: Tensor, owner: Replay, name: str) -> Tensor:
+        ctx.owner, ctx.name = owner, name
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        ctx.owner.spend(ctx.name)
+        # A copy, for whoever takes it writes into it: DDP leaves the mean there.
+        return grad, ctx.owner.gradient(ctx.name).clone(), None, None
+
+
+class _Clock:
+    """Sleeps ``seconds`` in all over ``total`` values; what one sleep takes too much, the next ones take less."""
+
+    def __init__(self, seconds: float, total: int) -> None:
+        self._per_value = seconds / total
+        self._total = total
+        self.restart()
+
+    def restart(self) -> None:
+        self._owed, self._left = 0.0, self._total
+
+    def spend(self, values: int) -> None:
+        self._owed += values * self._per_value
+        self._left -= values
+        if self._owed >= _NAP_S or (self._left == 0 and self._owed > 0):
+            start = time.perf_counter()
+            time.sleep(self._owed)
+            self._owed -= time.perf_counter() - start
+
+
+def _register(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    *path, leaf = name.split(".")
+    owner = root
+    try:
+        for piece in path:
+            if piece not in owner._modules:
+                owner.add_module(piece, nn.Module())
+            owner = owner.get_submodule(piece)
+        if leaf in owner._parameters:
+            raise ValueError(f"two parameters are called {name!r}")
+        owner.register_parameter(leaf, parameter)
+    except KeyError as e:
+        raise ValueError(f"no module can have a parameter called {name!r}: {e.args[0]}") from e

@@ -51,8 +51,8 @@ class RankFailed(CommlibError):
         self.trace = trace
 
 
-class Terminated(BaseException):
-    """SIGTERM reached the parent; like KeyboardInterrupt it is no Exception."""
+class Terminated(SystemExit):
+    """SIGTERM reached the parent; uncaught it ends the program with status 143, as a shell would say it."""
 
 
 def cores() -> int:
@@ -251,7 +251,7 @@ def sigterm_raises() -> Iterator[None]:
         return
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        raise Terminated("SIGTERM")
+        raise Terminated(128 + signum)
 
     before = signal.signal(signal.SIGTERM, stop)
     try:

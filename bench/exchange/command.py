@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 import typer
 
-from commlib.bench.launch import Terminated, sigterm_raises
+from commlib.bench.launch import sigterm_raises
 from commlib.bench.place import Hosts, PerHost, Place, Ranks, Rate, place
 from commlib.bench.record import Json, Record, Save, emit, facts
 from commlib.bench.report import Row, cell, console
@@ -71,20 +71,17 @@ def exchange(
         raise ValueError(f"--bucket-cap-mb must be above 0, got {bucket_cap_mb:g}")
     shapes = layers(model)
     choice = choose(codecs or (QUICK if quick else DEFAULT), exchanges or ())
-    try:
-        with sigterm_raises(), place(ranks, hosts, rate, ranks_per_host) as where:
-            _check(where, backend)
-            job = Job(
-                Setting(shapes, bucket_cap_mb=bucket_cap_mb, min_size=min_size, steps=steps),
-                cheapest_first(choice.pairs, shapes, where.world_size, min_size),
-                rounds or (1 if quick else 3),
-                (12.0 if quick else 80.0) if seconds is None else seconds,
-                backend,
-            )
-            with Bar() as bar:
-                outcome, error = measure(where, job, bar)
-    except Terminated:
-        raise typer.Exit(143) from None
+    with sigterm_raises(), place(ranks, hosts, rate, ranks_per_host) as where:
+        _check(where, backend)
+        job = Job(
+            Setting(shapes, bucket_cap_mb=bucket_cap_mb, min_size=min_size, steps=steps),
+            cheapest_first(choice.pairs, shapes, where.world_size, min_size),
+            rounds or (1 if quick else 3),
+            (12.0 if quick else 80.0) if seconds is None else seconds,
+            backend,
+        )
+        with Bar() as bar:
+            outcome, error = measure(where, job, bar)
     if outcome is None:
         return  # rank 0 of torchrun has the figures
     late = [] if error is not None else _unvisited(job, outcome)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 _DEADLINE = 40.0
+_MARK = "COMMLIB_TEST_STOP"  # in the environment of the command and of all it starts
 
 
 @pytest.fixture
@@ -25,16 +27,17 @@ def training(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     command += ["--batch", "4", "--steps", "1000000", "--comm", "onebit"]
     command += ["--checkpoint", str(tmp_path / "kept"), "--checkpoint-every", "20"]
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    env[_MARK] = str(tmp_path)
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=env
     ) as process:
         try:
             _until(lambda: any(tmp_path.glob("kept/*/*/latest")) or process.poll() is not None)
             assert process.poll() is None, process.communicate()
-            assert len(session(process.pid)) == 3  # the command and two ranks
+            assert len(alive(tmp_path)) == 3  # the command and two ranks
             yield process
         finally:
-            for pid in session(process.pid):
+            for pid in alive(tmp_path):
                 os.kill(pid, signal.SIGKILL)
 
 
@@ -43,33 +46,33 @@ def training(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "told to stop (SIGTERM)")],
     ids=["SIGINT", "SIGTERM"],
 )
-def test_a_signal_ends_all_ranks(training: subprocess.Popen[str], signum: int, code: int, said: str) -> None:
+def test_a_signal_ends_all_ranks(
+    training: subprocess.Popen[str], tmp_path: Path, signum: int, code: int, said: str
+) -> None:
     if signum == signal.SIGINT:
-        os.killpg(training.pid, signum)  # as the terminal does: the ranks get it too
+        os.killpg(training.pid, signum)  # as the terminal does; the ranks have sessions of their own
     else:
         training.send_signal(signum)
     out, err = training.communicate(timeout=_DEADLINE)
     assert (out, err) == ("", f"{said}: all ranks were ended; go on with --resume\n")
     assert training.returncode == code
-    _until(lambda: not session(training.pid))
+    _until(lambda: not alive(tmp_path))
 
 
-def test_ranks_end_when_their_parent_is_killed(training: subprocess.Popen[str]) -> None:
+def test_ranks_end_when_their_parent_is_killed(training: subprocess.Popen[str], tmp_path: Path) -> None:
     training.kill()
     training.wait(_DEADLINE)
-    _until(lambda: not session(training.pid))
+    _until(lambda: not alive(tmp_path))
 
 
-def session(sid: int) -> list[int]:
-    """Live processes of a session, zombies left out."""
+def alive(mark: Path) -> list[int]:
+    """Live processes that carry the mark; a zombie has no environment any more."""
+    wanted = f"{_MARK}={mark}".encode()
     found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it has ended
-        if int(fields[3]) == sid and fields[0] != "Z":
-            found.append(int(stat.parent.name))
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended
+            if wanted in environ.read_bytes().split(b"\0"):
+                found.append(int(environ.parent.name))
     return found
 
 

@@ -8,7 +8,9 @@ from commlib.bench.codec import codec
 from commlib.bench.compare import compare
 from commlib.bench.exchange.command import exchange
 from commlib.bench.lab.command import lab
+from commlib.bench.link.command import link
 from commlib.bench.page.command import report
+from commlib.bench.race.command import train
 
 app = typer.Typer(name="bench", help="Measure the parts on this machine.", no_args_is_help=True)
 
@@ -18,8 +20,15 @@ def _bench() -> None:
     """Measure the parts on this machine."""
 
 
-app.command("lab", context_settings={"allow_interspersed_args": False})(lab)  # COMMAND's options are its own
-app.command("codec")(codec)
-app.command("exchange")(exchange)
-app.command("report")(report)
-app.command("compare")(compare)
+# The options of the command that runs on the hosts are its own.
+app.command(
+    "lab",
+    short_help="Run a command on emulated hosts with slow links.",
+    context_settings={"allow_interspersed_args": False},
+)(lab)
+app.command("link", short_help="Every collective by message size, against the raw TCP line.")(link)
+app.command("codec", short_help="Speed, error and size of codecs on one gradient.")(codec)
+app.command("exchange", short_help="Every exchange × codec at the layers of a real model.")(exchange)
+app.command("train", short_help="Would it help here? DDP, PyTorch's hooks and ours in turn.")(train)
+app.command("report", short_help="Saved figures as one HTML page, with a verdict.")(report)
+app.command("compare", short_help="Two saved runs as ratios.")(compare)

@@ -1,0 +1,1 @@
+"""``commlib bench train``: would compression help here? Every route trains in turn, against plain DDP."""

@@ -1,0 +1,153 @@
+"""``commlib bench train``: train with every route in turn, beside plain DDP and PyTorch's own hooks."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import torch
+import typer
+
+from commlib.bench.launch import RankFailed, sigterm_raises
+from commlib.bench.page.findings import findings
+from commlib.bench.place import Hosts, PerHost, Place, Ranks, Rate, place
+from commlib.bench.record import Json, Record, Save, emit, facts
+from commlib.bench.report import Row, console
+from commlib.errors import CommlibError, unknown
+
+from .compute import parse_compute
+from .contenders import COMMLIB, Contender, choose
+from .course import shapes
+from .figures import hidden, rows, title
+from .models import MODELS
+from .progress import Bar
+from .race import race
+from .schedule import Schedule
+from .visit import WARM_UP, Job
+
+_BACKENDS = ("gloo", "nccl")
+_LEAST_S, _LEAST_S_PER_VALUE = 15.0, 2e-6  # any visit may take so long: codecs of 2 µs a value and visit exist
+
+
+def train(
+    model: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(MODELS)}, or all; repeat it. [gpt; gpt-small with --quick]")
+    ] = None,
+    compute: Annotated[
+        str, typer.Option(metavar="real|simulated:MS", help="Simulated: the backward pass sleeps, the cores are free.")
+    ] = "real",
+    comm: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SPEC", help=f"commlib's routes instead of {', '.join(COMMLIB)}; repeat it."),
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Of all routes only this one (and ddp); repeat it.")
+    ] = None,
+    ranks: Ranks = None,
+    hosts: Hosts = None,
+    rate: Rate = None,
+    ranks_per_host: PerHost = 1,
+    backend: Annotated[str, typer.Option(help="gloo, or nccl with a GPU for each rank.")] = "gloo",
+    batch: Annotated[int | None, typer.Option(min=1, help="Examples for each rank and step. [the model's]")] = None,
+    steps: Annotated[
+        int,
+        typer.Option(
+            min=1, help=f"Timed steps in a visit, after {WARM_UP} not timed; up to twice as many for fast routes."
+        ),
+    ] = 3,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Visits to each route. [what --seconds allow, 3 to 15; 1 with --quick]")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1.0, help="For the visits to the routes of one model.")] = 80.0,
+    bucket_cap_mb: Annotated[float | None, typer.Option(help="Size of DDP's buckets in MiB. [DDP's]")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A small model, five routes, one round.")] = False,
+    as_json: Json = False,
+    save: Save = None,
+) -> None:
+    """Would compression help here? Trains with every route in turn and compares it with plain DDP.
+
+    The routes: ddp (DDP's own all-reduce), torch-fp16, torch-bf16, torch-int8 and torch-powersgd (the hooks PyTorch
+    comes with), and commlib's. Every route is visited once a round with the same weights and the same examples, in
+    turn, so that a machine that slows down slows all of them. A step's time is that of the slowest rank.
+
+    vs_ddp: DDP's step over the route's, the median of the rounds' ratios; above 1 is faster than DDP. spread: of the
+    steps, (q75 − q25)/median. socket_bytes: what rank 0's TCP sockets sent a step; times_fewer: DDP's over it.
+
+    loss_ok: the loss on examples nobody trained on, after a visit's steps from the same start. All ranks must agree on
+    it; an exact route must reach DDP's loss (to 1e-5, or thrice what DDP's own visits differ by), a lossy one must have
+    come down by at least a tenth of what DDP has. With simulated compute the averaged gradient itself is checked: it
+    must be the ranks' mean, or from a lossy route point the mean's way.
+
+    A route that fails or hangs is reported and left out; the others go on.
+    """
+    if backend not in _BACKENDS:
+        raise ValueError(unknown("backend", backend, _BACKENDS))
+    if bucket_cap_mb is not None and not bucket_cap_mb > 0:
+        raise ValueError(f"--bucket-cap-mb must be above 0, got {bucket_cap_mb:g}")
+    backward_s = parse_compute(compute)
+    models = _models(model, quick)
+    if rounds is None and quick:
+        rounds = 1
+    measured: list[Row] = []
+    try:
+        with sigterm_raises(), place(ranks, hosts, rate, ranks_per_host) as where:
+            _check(where, backend)
+            contenders = choose(comm or (), only or (), where.world_size, quick=quick)
+            run = facts(**where.facts(), backend=backend, line_gbit_s=None, line_latency_us=None)
+            run |= {"compute": compute, "batch": batch, "steps_per_visit": steps, "bucket_cap_mb": bucket_cap_mb}
+            for name in models:
+                size = batch or MODELS[name].batch
+                job = Job(name, contenders, steps, size, backward_s, backend, bucket_cap_mb)
+                measured += _race(where, job, rounds, seconds, run)
+    except RankFailed as e:
+        if isinstance(e.error, ValueError | CommlibError):
+            raise e.error from None
+        print(e.trace, file=sys.stderr, end="")
+        raise
+    if not measured:
+        return  # rank 0 of torchrun has the figures
+    record = Record("train", run, measured)
+    width = console(sys.stdout).width
+    emit(record, title=title(record), as_json=as_json, save=save, hide=hidden(measured, width))
+    for finding in findings(record):
+        print(finding.text, file=sys.stderr if as_json else sys.stdout)
+
+
+def _models(names: Sequence[str] | None, quick: bool) -> list[str]:
+    if not names:
+        return ["gpt-small" if quick else "gpt"]
+    for name in names:
+        if name != "all" and name not in MODELS:
+            raise ValueError(unknown("model", name, [*MODELS, "all"]))
+    wanted = MODELS if "all" in names else names
+    return [n for n in MODELS if n in wanted and not ("all" in names and n == "gpt-small")]
+
+
+def _check(where: Place, backend: str) -> None:
+    if where.world_size < 2:
+        raise ValueError("one rank has nobody to exchange gradients with: it takes --ranks 2, or more")
+    if backend == "nccl":
+        here = where.world_size if where.launches else int(os.environ.get("LOCAL_WORLD_SIZE", where.world_size))
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if gpus < here:
+            raise ValueError(f"nccl takes a GPU for each rank: {here} ranks here and {gpus} GPUs; use --backend gloo")
+
+
+def _race(where: Place, job: Job, rounds: int | None, seconds: float, run: dict[str, object]) -> list[Row]:
+    """One model's rows; the line goes into ``run``."""
+    parameters = sum(math.prod(shape) for _, shape in shapes(job.model))
+    contenders: Sequence[Contender] = job.contenders
+    least_s = _LEAST_S + _LEAST_S_PER_VALUE * parameters
+    schedule = Schedule([c.name for c in contenders], rounds, job.steps, seconds, least_s, least_s)
+    with Bar(job.model) as bar:
+        result = race(where, job, schedule, bar)
+    if result is None:
+        return []
+    done, line = result
+    if line is not None and run["line_gbit_s"] is None:
+        run |= {"line_gbit_s": line.gbit_s, "line_latency_us": line.latency_s * 1e6}
+    run["rounds"] = done.planned_rounds()
+    return rows(done, contenders, model=job.model, parameters=parameters)

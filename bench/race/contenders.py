@@ -1,0 +1,85 @@
+"""Who races: plain DDP, PyTorch's own communication hooks, and commlib's routes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import commlib
+from commlib.errors import unknown
+from commlib.route import resolve
+
+BASELINE = "ddp"
+COMMLIB = ("none", "fp16", "int8", "onebit", "topk:ratio=0.01", "powersgd:rank=4")
+QUICK = (BASELINE, "torch-fp16", "int8", "onebit", "powersgd:rank=4")
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """One way for gradients to travel.
+
+    Args:
+        name: ``ddp``, a hook of PyTorch's (``torch-…``), or a spec of commlib's.
+        by: ``pytorch`` or ``commlib``.
+        exact: whether it hands over the mean gradient itself, but for the order of the sum.
+    """
+
+    name: str
+    by: str
+    exact: bool
+
+    def put_on(self, ddp: DistributedDataParallel, group: Any, timeout: float) -> Callable[[], None]:
+        """Register it on a DDP over ``group``; what is returned ends its threads. Collective.
+
+        Args:
+            timeout: seconds in which the other ranks must have come.
+        """
+        if self.by == "commlib":
+            return commlib.attach(ddp, self.name, timeout=timeout).close
+        if self.name != BASELINE:
+            state, hook = _HOOKS[self.name](group)
+            ddp.register_comm_hook(state, hook)
+        return lambda: None
+
+
+def _power_sgd(group: Any) -> tuple[object, Any]:
+    # Two steps are the fewest it takes: DDP rebuilds its buckets after the first. They are not timed.
+    state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    return state, powerSGD_hook.powerSGD_hook
+
+
+_HOOKS: Mapping[str, Callable[[Any], tuple[object, Any]]] = {
+    "torch-fp16": lambda group: (group, default_hooks.fp16_compress_hook),
+    "torch-bf16": lambda group: (group, default_hooks.bf16_compress_hook),
+    "torch-int8": lambda group: (group, quantization_hooks.quantization_pertensor_hook),
+    "torch-powersgd": _power_sgd,
+}
+
+
+def choose(comm: Sequence[str], only: Sequence[str], world_size: int, *, quick: bool = False) -> list[Contender]:
+    """The contenders, the baseline first.
+
+    Args:
+        comm: commlib's routes, instead of :data:`COMMLIB`.
+        only: names of those that shall race; the baseline does in any case. Empty: all, or :data:`QUICK`.
+        world_size: what a route's default exchange depends on.
+        quick: without ``comm`` and ``only``, only those of :data:`QUICK`.
+
+    Raises:
+        ValueError: a name or a spec that is not known, or one given twice.
+    """
+    twice = {c for c in comm if list(comm).count(c) > 1}
+    if twice:
+        raise ValueError(f"--comm {sorted(twice)[0]!r} is given twice")
+    pytorch = [Contender(BASELINE, "pytorch", True), *(Contender(n, "pytorch", False) for n in _HOOKS)]
+    ours = [Contender(c, "commlib", resolve(c, world_size).codec.lossless) for c in comm or COMMLIB]
+    known = {c.name: c for c in [*pytorch, *ours]}
+    for name in only:
+        if name not in known:
+            raise ValueError(unknown("contender", name, known) + "; a spec of commlib's comes in by --comm")
+    wanted = set(only or (QUICK if quick and not comm else known))
+    return [c for c in known.values() if c.name in wanted or c.name == BASELINE]

@@ -1,0 +1,145 @@
+"""``commlib bench train`` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commlib.bench.race.contenders import COMMLIB
+from commlib.bench.record import read
+
+TRAIN = [sys.executable, "-m", "commlib", "bench", "train"]
+
+
+def train(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*TRAIN, *args], capture_output=True, text=True, timeout=110, env={**os.environ, **env})
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--model", "gtp"], "unknown model 'gtp' (known: all, conv, fc, gpt, gpt-small"),
+        (["--compute", "fake"], "--compute is real or simulated:MS"),
+        (["--only", "torch-fp61"], "did you mean 'torch-fp16'"),
+        (["--comm", "onebitt"], "unknown compressor 'onebitt'"),
+        (["--backend", "glo"], "unknown backend 'glo'"),
+        (["--ranks", "1"], "it takes --ranks 2"),
+        (["--bucket-cap-mb", "0"], "--bucket-cap-mb must be above 0"),
+        (["--rate", "200mbit"], "--hosts"),
+    ],
+)
+def test_a_mistake_gets_one_line(args: list[str], said: str) -> None:
+    done = train(*args)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
+
+
+@pytest.mark.slow
+def test_quick_prints_a_table_and_what_it_means(tmp_path: Path) -> None:
+    done = train("--quick", "--save", str(tmp_path), COLUMNS="100")
+    assert done.returncode == 0, done.stderr
+    for word in ("gpt-small", "664,704 parameters", "2 ranks", "Gbit/s", "torch-fp16", "onebit", "vs ddp", "plain DDP"):
+        assert word in done.stdout
+    (record,) = read(tmp_path)
+    assert record.kind == "train"
+    assert [r["route"] for r in record.rows] == ["ddp", "torch-fp16", "int8", "onebit", "powersgd:rank=4"]
+    assert all(r["status"] == "ok" and r["loss_ok"] for r in record.rows)
+
+
+@pytest.mark.slow
+def test_on_slow_hosts_compression_wins_and_json_says_so(lab: Callable[..., Any]) -> None:
+    lab(2)  # skips where there can be none
+    args = ["--quick", "--hosts", "2", "--rate", "20mbit", "--only", "int8", "--only", "onebit", "--rounds", "2"]
+    done = train(*args, "--steps", "2", "--json", "--compute", "simulated:20")
+    assert done.returncode == 0, done.stderr
+    rows = {r["route"]: r for r in map(json.loads, done.stdout.splitlines())}
+    assert set(rows) == {"ddp", "int8", "onebit"}
+    run = rows["ddp"]["run"]
+    assert (run["ranks"], run["hosts"], run["rate"], run["compute"]) == (2, 2, "20mbit", "simulated:20")
+    assert 0.01 < run["line_gbit_s"] < 0.022
+    assert rows["ddp"]["steps"] == 4
+    # 2.7 MB at 20 Mbit/s are 1.1 s a step; one bit a value is 30 times less.
+    assert rows["ddp"]["step_s"] > 0.9
+    assert rows["onebit"]["vs_ddp"] > 2
+    assert all(r["loss_ok"] for r in rows.values())
+    assert "onebit" in done.stderr  # the sentences, away from the JSON
+
+
+@pytest.mark.slow
+def test_a_hook_of_pytorch_that_deadlocks_over_gloo_stops_nobody() -> None:
+    args = ["--model", "gpt-small", "--ranks", "4", "--bucket-cap-mb", "0.3", "--rounds", "1", "--steps", "2"]
+    done = train(*args, "--only", "torch-powersgd", "--only", "torch-bf16", "--only", "onebit", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = {r["route"]: r for r in map(json.loads, done.stdout.splitlines())}
+    assert rows["ddp"]["status"] == "ok"
+    assert rows["onebit"]["status"] == "ok"
+    assert rows["onebit"]["steps"] == 2
+    assert rows["torch-bf16"]["status"].startswith("TypeError: BF16")  # it wants NCCL
+    lost = rows["torch-powersgd"]
+    assert lost["steps"] == 2 or lost["status"] != "ok"
+
+
+@pytest.mark.slow
+def test_under_torchrun_rank_0_prints() -> None:
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", *TRAIN[2:]]
+    args = ["--quick", "--only", "onebit", "--steps", "1", "--json"]
+    done = subprocess.run([sys.executable, *command, *args], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(x) for x in done.stdout.splitlines() if x.startswith("{")]
+    assert [r["route"] for r in lines] == ["ddp", "onebit"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_when_told_to_stop_it_leaves_nobody(signum: int, code: int) -> None:
+    process = subprocess.Popen([*TRAIN, "--model", "gpt-small", "--rounds", "15"], stderr=subprocess.PIPE, text=True)
+    try:
+        ranks = _ranks_of(process)
+        process.send_signal(signum)
+        assert process.wait(30) == code
+        until = time.monotonic() + 10
+        while (alive := [p for p in ranks if _alive(p)]) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not alive
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        found = [p for t in Path(f"/proc/{process.pid}/task").glob("*/children") for p in t.read_text().split()]
+        if len(found) == 2:
+            return [int(p) for p in found]
+        assert process.poll() is None
+        time.sleep(0.05)
+    raise AssertionError("no ranks")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return re.search(r"^State:\s+[^Z]", Path(f"/proc/{pid}/status").read_text(), re.M) is not None
+    except OSError:
+        return False
+
+
+def test_the_help_names_every_default_route() -> None:
+    shown = train("--help", COLUMNS="160", TERM="dumb")
+    assert shown.returncode == 0
+    text = " ".join(shown.stdout.replace("│", " ").split())
+    for name in (*COMMLIB, "gpt-small", "simulated:MS", "vs_ddp"):
+        assert name in text

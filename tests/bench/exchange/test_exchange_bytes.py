@@ -67,13 +67,14 @@ def test_the_interface_counts_what_the_exchange_says_for_every_exchange_and_code
     pairs = choose(["all"]).pairs
     assert {p.exchange for p in pairs} == set(EXCHANGES)
     assert {p.codec for p in pairs} == set(compressors())
-    with place(None, 4, "1gbit") as where:
+    with place(None, 4, "500mbit") as where:
         outcome, error = measure(where, Job(Setting(LAYERS, steps=1), pairs, 1, 100.0, "gloo"))
     assert error is None
     assert outcome is not None
     assert [v.pair for v in outcome.visits] == pairs
     assert outcome.line is not None
-    assert 0.5 < outcome.line.gbit_s < 1.0  # the packets were really shaped, and so cut to 1500 bytes
+    # Really shaped; and by a bucket that holds less than a segment of 64 kB, so that packets are cut to 1500 bytes.
+    assert 0.25 < outcome.line.gbit_s < 0.5
     assert [x for v in outcome.visits for x in explain(v) + at_interface(v)] == []
     baseline = outcome.visits[0]
     assert baseline.pair == BASELINE

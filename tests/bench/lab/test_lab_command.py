@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 COMMLIB = [sys.executable, "-m", "commlib", "bench", "lab"]
 
 ALL_REDUCE = """
@@ -53,7 +54,6 @@ def test_ranks_meet_over_the_switch_as_under_torchrun() -> None:
     assert all(c["packets_dropped"] == 0 for c in counters)
 
 
-@pytest.mark.slow
 def test_torchrun_runs_on_the_hosts(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(ALL_REDUCE)

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Protocol
 
+import torch
 import torch.distributed as dist
 import typer
 
@@ -128,6 +129,21 @@ class UnderTorchrun:
         """As :meth:`Place.facts`; how many hosts torchrun has, only torchrun knows."""
         per_host = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
         return {"ranks": self.world_size, "hosts": None, "ranks_per_host": per_host, "rate": None}
+
+
+def check_peers(where: Place, backend: str) -> None:
+    """Whether ranks can exchange anything there with this backend.
+
+    Raises:
+        ValueError: a single rank, or NCCL without a GPU for each rank of this machine.
+    """
+    if where.world_size < 2:
+        raise ValueError("one rank exchanges nothing: it takes --ranks 2, or more")
+    if backend == "nccl":
+        here = where.world_size if where.launches else int(os.environ.get("LOCAL_WORLD_SIZE", where.world_size))
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if gpus < here:
+            raise ValueError(f"nccl takes a GPU for each rank: {here} ranks here and {gpus} GPUs; use --backend gloo")
 
 
 @contextlib.contextmanager

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 
-import torch
 import typer
 
 from commlib.bench.launch import sigterm_raises
-from commlib.bench.place import Hosts, PerHost, Place, Ranks, Rate, place
+from commlib.bench.place import Hosts, PerHost, Place, Ranks, Rate, check_peers, place
 from commlib.bench.record import Json, Record, Save, emit, facts
 from commlib.bench.report import Row, cell, console
 from commlib.bench.shapes import MODELS, layers
@@ -72,7 +70,7 @@ def exchange(
     shapes = layers(model)
     choice = choose(codecs or (QUICK if quick else DEFAULT), exchanges or ())
     with sigterm_raises(), place(ranks, hosts, rate, ranks_per_host) as where:
-        _check(where, backend)
+        check_peers(where, backend)
         job = Job(
             Setting(shapes, bucket_cap_mb=bucket_cap_mb, min_size=min_size, steps=steps),
             cheapest_first(choice.pairs, shapes, where.world_size, min_size),
@@ -96,16 +94,6 @@ def exchange(
     emit(Record("exchange", run, table), title=title, as_json=as_json, save=save, hide=hide)
     if error is not None:
         raise error
-
-
-def _check(where: Place, backend: str) -> None:
-    if where.world_size < 2:
-        raise ValueError("one rank exchanges nothing: it takes --ranks 2, or more")
-    if backend == "nccl":
-        here = where.world_size if where.launches else int(os.environ.get("LOCAL_WORLD_SIZE", where.world_size))
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if gpus < here:
-            raise ValueError(f"nccl takes a GPU for each rank: {here} ranks here and {gpus} GPUs; use --backend gloo")
 
 
 def _unvisited(job: Job, outcome: Outcome) -> list[str]:

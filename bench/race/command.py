@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
 
-import torch
 import typer
 
 from commlib.bench.launch import RankFailed, sigterm_raises
 from commlib.bench.page.findings import findings
-from commlib.bench.place import Hosts, PerHost, Place, Ranks, Rate, place
+from commlib.bench.place import Hosts, PerHost, Place, Ranks, Rate, check_peers, place
 from commlib.bench.record import Json, Record, Save, emit, facts
 from commlib.bench.report import Row, console
 from commlib.errors import CommlibError, unknown
@@ -94,7 +92,7 @@ def train(
     measured: list[Row] = []
     try:
         with sigterm_raises(), place(ranks, hosts, rate, ranks_per_host) as where:
-            _check(where, backend)
+            check_peers(where, backend)
             contenders = choose(comm or (), only or (), where.world_size, quick=quick)
             run = facts(**where.facts(), backend=backend, line_gbit_s=None, line_latency_us=None)
             run |= {"compute": compute, "batch": batch, "steps_per_visit": steps, "bucket_cap_mb": bucket_cap_mb}
@@ -124,16 +122,6 @@ def _models(names: Sequence[str] | None, quick: bool) -> list[str]:
             raise ValueError(unknown("model", name, [*MODELS, "all"]))
     wanted = MODELS if "all" in names else names
     return [n for n in MODELS if n in wanted and not ("all" in names and n == "gpt-small")]
-
-
-def _check(where: Place, backend: str) -> None:
-    if where.world_size < 2:
-        raise ValueError("one rank has nobody to exchange gradients with: it takes --ranks 2, or more")
-    if backend == "nccl":
-        here = where.world_size if where.launches else int(os.environ.get("LOCAL_WORLD_SIZE", where.world_size))
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if gpus < here:
-            raise ValueError(f"nccl takes a GPU for each rank: {here} ranks here and {gpus} GPUs; use --backend gloo")
 
 
 def _race(where: Place, job: Job, rounds: int | None, seconds: float, run: dict[str, object]) -> list[Row]:

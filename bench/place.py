@@ -86,8 +86,11 @@ class InLab:
     def run(self, target: Callable[..., Any], args: Sequence[object] = (), **options: Any) -> Any:
         """As :meth:`Place.run`."""
         port = self.lab.start()
-        env = lambda rank: self.lab.environment(rank, port)  # noqa: E731
-        return run_ranks(target, self.world_size, args, env=env, prefix=self.lab.prefix, **options)[0]
+        where: dict[str, Any] = {
+            "env": lambda rank: self.lab.environment(rank, port),
+            "prefix": self.lab.prefix,
+        }
+        return run_ranks(target, self.world_size, args, **where, **options)[0]
 
     def facts(self) -> dict[str, object]:
         """As :meth:`Place.facts`."""

@@ -11,7 +11,7 @@ LOWEST, HIGHEST = 64e3, 100e9  # bit/s: below, one packet takes a fifth of a sec
 _FRAME = 1514  # bytes of the largest frame: MTU 1500 and the Ethernet header
 # So long may a link send at once after a pause. Less is closer to a wire: a 64 kB message must not get through
 # for nothing. But at a gigabit one segment as the kernel hands it over, 64 kB, must fit, or cutting it up takes
-# more CPU than there is: the ring all-reduce of 4 hosts on 2 cores fell from 0.93 of the line to 0.40.
+# more CPU than there is (docs/adr/0005-lab.md has the figures).
 _BURST_S = 0.0006
 _LARGEST_BURST = 256 << 10
 _QUEUE_S = 0.2  # a full queue takes so long to drain: a switch with deep buffers, so that loss stays rare

@@ -14,6 +14,7 @@ NEEDED = {
     "unshare": "util-linux",
     "nsenter": "util-linux",
     "mount": "mount",
+    "chrt": "util-linux",
     "env": "coreutils",
     "ip": "iproute2",
     "tc": "iproute2",

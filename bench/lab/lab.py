@@ -16,6 +16,10 @@ from .keeper import Keeper, LabError
 from .rate import HIGHEST, LOWEST
 
 _PATIENCE_S = 30.0  # for one command; they take milliseconds
+# Hosts share the cores. Usually Linux lets a process that wakes up interrupt the one that runs, which then waits for
+# ticks of 4 ms to come back: between ranks that talk, a message in microseconds becomes one in ticks. Batch processes
+# run until they wait themselves.
+_PATIENTLY = ("chrt", "--batch", "0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +85,7 @@ class Lab:
         with self._lock:
             for h in self._each(host):
                 if rate is not None or self._rates[h] is not None:
+                    self._batch("ip", wiring.segments(rate), host=h)
                     self._batch("tc", wiring.shape(wiring.INTERFACE, rate), host=h)
                     self._batch("tc", wiring.shape(wiring.port(h), rate))
                 self._rates[h] = rate
@@ -116,7 +121,7 @@ class Lab:
         """The words that, put before a command, run it on a host; it ends with the lab."""
         (h,) = self._each(host)
         # nsenter leaves one in the root folder: env goes back.
-        return [*self._keeper.enter(), "ip", "netns", "exec", wiring.name(h), "env", "-C", os.getcwd()]
+        return [*self._keeper.enter(), *_PATIENTLY, "ip", "netns", "exec", wiring.name(h), "env", "-C", os.getcwd()]
 
     def prefix(self, rank: int) -> list[str]:
         """:meth:`enter` for the host of a rank."""

@@ -9,11 +9,10 @@ _RATE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmg]?)bit(?:/s)?\s*", re.IGNORECAS
 LOWEST, HIGHEST = 64e3, 100e9  # bit/s: below, one packet takes a fifth of a second; above, no CPU keeps up
 
 _FRAME = 1514  # bytes of the largest frame: MTU 1500 and the Ethernet header
-# So long may a link send at once after a pause. Less is closer to a wire: a 64 kB message must not get through
-# for nothing. But at a gigabit one segment as the kernel hands it over, 64 kB, must fit, or cutting it up takes
-# more CPU than there is (docs/adr/0005-lab.md has the figures).
-_BURST_S = 0.0006
-_LARGEST_BURST = 256 << 10
+# So long may a link send at once after a pause: as close to a wire as late timers allow, or a short message
+# gets through for nothing (docs/adr/0005-lab.md has the figures).
+_BURST_S = 0.0002
+_LARGEST_SEGMENT = 65536  # that the kernel hands to an interface, and has by default
 _QUEUE_S = 0.2  # a full queue takes so long to drain: a switch with deep buffers, so that loss stays rare
 _SHORTEST_QUEUE = 1 << 20
 
@@ -41,13 +40,24 @@ def show_rate(bits_per_second: float) -> str:
     return f"{bits_per_second:g}bit"
 
 
-def token_bucket(bits_per_second: float) -> str:
-    """The arguments of ``tc … tbf`` for a link of this rate.
+def burst(bits_per_second: float) -> int:
+    """Bytes a link of this rate may send at once: two frames or 0.2 ms, whichever is more.
 
-    The bucket holds two frames or 0.6 ms, whichever is more, so that a message is slowed from
-    its first kilobytes on: a deep bucket would give short messages a rate the link does not have.
+    A deep bucket would give short messages a rate the link does not have.
     """
-    per_second = bits_per_second / 8
-    burst = round(min(_LARGEST_BURST, max(2 * _FRAME, per_second * _BURST_S)))
-    limit = round(max(_SHORTEST_QUEUE, per_second * _QUEUE_S))
-    return f"rate {round(bits_per_second)}bit burst {burst}b limit {limit}b"
+    return round(max(2 * _FRAME, bits_per_second / 8 * _BURST_S))
+
+
+def segment(bits_per_second: float | None) -> int:
+    """Bytes of the largest segment TCP may hand to the interface (headers included); None: no limit of rate.
+
+    Two thirds of the bucket. What does not fit would have to be cut up in software, for which there is not the CPU;
+    the last third makes up for a timer that is late.
+    """
+    return _LARGEST_SEGMENT if bits_per_second is None else min(_LARGEST_SEGMENT, burst(bits_per_second) * 2 // 3)
+
+
+def token_bucket(bits_per_second: float) -> str:
+    """The arguments of ``tc … tbf`` for a link of this rate."""
+    limit = round(max(_SHORTEST_QUEUE, bits_per_second / 8 * _QUEUE_S))
+    return f"rate {round(bits_per_second)}bit burst {burst(bits_per_second)}b limit {limit}b"

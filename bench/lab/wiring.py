@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .rate import token_bucket
+from .rate import segment, token_bucket
 
 MOST_HOSTS = 64
 INTERFACE = "eth0"  # of every host
@@ -65,6 +65,11 @@ def shape(device: str, rate: float | None) -> list[str]:
     if rate is None:
         return [f"qdisc del dev {device} root"]
     return [f"qdisc replace dev {device} root tbf {token_bucket(rate)}"]
+
+
+def segments(rate: float | None) -> list[str]:
+    """``ip`` lines, within a host, for connections to come: TCP hands the interface no more than its bucket holds."""
+    return [f"link set {INTERFACE} gso_max_size {segment(rate)}"]
 
 
 def batch(lines: Iterable[str]) -> str:

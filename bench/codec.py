@@ -17,8 +17,10 @@ import torch
 import typer
 from torch import Tensor
 
-from commlib.bench.record import Json, Record, Save, emit, facts
-from commlib.bench.report import Row, progress
+from commlib.bench.options import Json, Save
+from commlib.bench.progress import Bar
+from commlib.bench.record import Record, emit, facts
+from commlib.bench.report import Row
 from commlib.compressor import Compressor, LayerSpec, Memory
 from commlib.errors import MissingDependency
 from commlib.feedback import ErrorFeedback
@@ -54,15 +56,18 @@ def codec(
     sizes = numel or [1 << 16 if quick else 1 << 20]
     rounds = repeat or (5 if quick else 11)
     rows: list[Row] = []
-    for name, n in progress([(c, n) for c in codecs or compressors() for n in sizes], "codecs"):
-        try:
-            built = make(name)
-        except MissingDependency as e:
-            if codecs:
-                raise
-            typer.echo(f"{name} left out: {e}", err=True)
-            continue
-        rows += measure(built, n, _DTYPES[dtype], where, repeat=rounds)
+    every = [(c, n) for c in codecs or compressors() for n in sizes]
+    with Bar("codecs", len(every)) as bar:
+        for done, (name, n) in enumerate(every):
+            bar.show(done=done, text=f"{name}, {n} values")
+            try:
+                built = make(name)
+            except MissingDependency as e:
+                if codecs:
+                    raise
+                typer.echo(f"{name} left out: {e}", err=True)
+                continue
+            rows += measure(built, n, _DTYPES[dtype], where, repeat=rounds)
     record = Record("codec", facts(threads=torch.get_num_threads(), repeat=rounds), rows)
     title = f"codecs on {where}, {torch.get_num_threads()} threads, reference kernels, median of {rounds}"
     emit(record, title=title, as_json=as_json, save=save)

@@ -16,8 +16,9 @@ from typing import Annotated
 
 import typer
 
+from commlib.bench.options import Json
 from commlib.bench.page.words import positive
-from commlib.bench.record import Json, Record, read
+from commlib.bench.record import Record, read
 from commlib.bench.report import Row, print_rows
 
 _PLACE = ("ranks", "hosts", "ranks_per_host", "rate", "compute")

@@ -10,20 +10,14 @@ import contextlib
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import typer
 
 from commlib.bench.lab import Lab, parse_rate
 from commlib.bench.lab.rate import show_rate
 from commlib.bench.launch import run_ranks
-
-Ranks = Annotated[int | None, typer.Option("--ranks", help="Ranks on this machine; under torchrun it decides. [2]")]
-Hosts = Annotated[int | None, typer.Option("--hosts", help="Emulated hosts instead; needs root and iproute2.")]
-Rate = Annotated[str | None, typer.Option("--rate", help="Of each host's link: 50mbit, 1gbit … [no limit]")]
-PerHost = Annotated[int, typer.Option("--ranks-per-host", help="Ranks on each emulated host.")]
 
 OnMessage = Callable[[int, Any], None]
 

@@ -20,10 +20,8 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import typer
 
 import commlib
 from commlib.bench.report import Row, print_rows
@@ -31,11 +29,6 @@ from commlib.bench.report import Row, print_rows
 SCHEMA = 1
 KINDS = ("link", "codec", "exchange", "train")
 _OWN = ("schema", "kind", "run")
-
-Json = Annotated[bool, typer.Option("--json", help="One JSON object a line instead of a table.")]
-Save = Annotated[
-    Path | None, typer.Option("--save", metavar="FOLDER", help="Keep the figures there, for bench report and compare.")
-]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,15 +9,13 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TextIO, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TextIO
 
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 Row = Mapping[str, object]
-T = TypeVar("T")
 _PIPED_WIDTH = 160  # columns of a table that is not printed on a terminal: nothing is cut off
 
 
@@ -81,11 +79,3 @@ def cell(value: object) -> str:
 def console(file: TextIO) -> Console:
     """A rich console that does not fold tables when they are piped into a file."""
     return Console(file=file, width=None if file.isatty() else _PIPED_WIDTH, highlight=False, markup=False)
-
-
-def progress(items: Sequence[T], description: str) -> Iterable[T]:
-    """The items, with a bar on standard error while they are worked through, if that is a terminal."""
-    if not sys.stderr.isatty():
-        return iter(items)
-    shown: Iterator[T] = iter(track(items, description, console=Console(stderr=True), transient=True))
-    return shown

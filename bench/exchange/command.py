@@ -10,20 +10,18 @@ from typing import Annotated
 import typer
 
 from commlib.bench.launch import sigterm_raises
-from commlib.bench.place import Hosts, PerHost, Place, Ranks, Rate, check_peers, place
-from commlib.bench.record import Json, Record, Save, emit, facts
+from commlib.bench.options import Backend, BucketCap, Hosts, Json, PerHost, Ranks, Rate, Save
+from commlib.bench.place import Place, check_peers, place
+from commlib.bench.progress import Bar
+from commlib.bench.record import Record, emit, facts
 from commlib.bench.report import Row, cell, console
 from commlib.bench.shapes import MODELS, layers
-from commlib.errors import unknown
 
 from .figures import hidden, rows
 from .measure import measure
 from .pairs import DEFAULT, QUICK, Pair, cheapest_first, choose
-from .progress import Bar
-from .rank import Job, Outcome
+from .rank import Doing, Job, Outcome
 from .visit import Setting
-
-_BACKENDS = ("gloo", "nccl")
 
 
 def exchange(
@@ -39,11 +37,11 @@ def exchange(
     hosts: Hosts = None,
     rate: Rate = None,
     ranks_per_host: PerHost = 1,
-    backend: Annotated[str, typer.Option(help="gloo, or nccl with a GPU for each rank.")] = "gloo",
+    backend: Backend = "gloo",
     rounds: Annotated[int | None, typer.Option(min=1, help="How often each pair is visited. [3]")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Timed in one visit at most; 1 leaves out the warm-up.")] = 10,
     seconds: Annotated[float | None, typer.Option(min=0.0, help="Begin no visit later than this. [80]")] = None,
-    bucket_cap_mb: Annotated[float | None, typer.Option(help="Size of DDP's buckets in MiB. [DDP's]")] = None,
+    bucket_cap_mb: BucketCap = None,
     min_size: Annotated[int, typer.Option(min=0, help="Layers with fewer values are sent uncompressed.")] = 1024,
     quick: Annotated[
         bool, typer.Option("--quick", help=f"The same model, one round of 12 s at most: {', '.join(QUICK)}.")
@@ -63,10 +61,6 @@ def exchange(
     may add up to more than step_s. of_line is socket_bytes over step_s against a plain TCP stream; vs_dense the
     speed against none@dense, above 1 is faster.
     """
-    if backend not in _BACKENDS:
-        raise ValueError(unknown("backend", backend, _BACKENDS))
-    if bucket_cap_mb is not None and not bucket_cap_mb > 0:
-        raise ValueError(f"--bucket-cap-mb must be above 0, got {bucket_cap_mb:g}")
     shapes = layers(model)
     choice = choose(codecs or (QUICK if quick else DEFAULT), exchanges or ())
     with sigterm_raises(), place(ranks, hosts, rate, ranks_per_host) as where:
@@ -78,8 +72,12 @@ def exchange(
             (12.0 if quick else 80.0) if seconds is None else seconds,
             backend,
         )
-        with Bar() as bar:
-            outcome, error = measure(where, job, bar)
+        with Bar("starting the ranks, measuring the line") as bar:
+
+            def show(doing: Doing) -> None:
+                bar.show(done=doing.number, total=doing.total, text=str(doing.pair))
+
+            outcome, error = measure(where, job, show)
     if outcome is None:
         return  # rank 0 of torchrun has the figures
     late = [] if error is not None else _unvisited(job, outcome)

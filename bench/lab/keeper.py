@@ -15,6 +15,7 @@ NEEDED = {
     "nsenter": "util-linux",
     "mount": "mount",
     "chrt": "util-linux",
+    "taskset": "util-linux",
     "env": "coreutils",
     "ip": "iproute2",
     "tc": "iproute2",

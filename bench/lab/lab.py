@@ -16,10 +16,6 @@ from .keeper import Keeper, LabError
 from .rate import HIGHEST, LOWEST
 
 _PATIENCE_S = 30.0  # for one command; they take milliseconds
-# Hosts share the cores. Usually Linux lets a process that wakes up interrupt the one that runs, which then waits for
-# ticks of 4 ms to come back: between ranks that talk, a message in microseconds becomes one in ticks. Batch processes
-# run until they wait themselves.
-_PATIENTLY = ("chrt", "--batch", "0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +117,8 @@ class Lab:
         """The words that, put before a command, run it on a host; it ends with the lab."""
         (h,) = self._each(host)
         # nsenter leaves one in the root folder: env goes back.
-        return [*self._keeper.enter(), *_PATIENTLY, "ip", "netns", "exec", wiring.name(h), "env", "-C", os.getcwd()]
+        there = [*self._keeper.enter(), "ip", "netns", "exec", wiring.name(h), "env", "-C", os.getcwd()]
+        return [*there, *wiring.scheduled(h, self.hosts, sorted(os.sched_getaffinity(0)))]
 
     def prefix(self, rank: int) -> list[str]:
         """:meth:`enter` for the host of a rank."""

@@ -7,7 +7,7 @@ end of the cable to host N, a network namespace ``hN`` whose ``eth0`` is the oth
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from .rate import segment, token_bucket
 
@@ -70,6 +70,24 @@ def shape(device: str, rate: float | None) -> list[str]:
 def segments(rate: float | None) -> list[str]:
     """``ip`` lines, within a host, for connections to come: TCP hands the interface no more than its bucket holds."""
     return [f"link set {INTERFACE} gso_max_size {segment(rate)}"]
+
+
+def cores(host: int, hosts: int, cpus: Sequence[int]) -> list[int]:
+    """Which of the machine's CPUs are a host's: an equal part, or one that several hosts share."""
+    if hosts >= len(cpus):
+        return [cpus[host % len(cpus)]]
+    return list(cpus[host * len(cpus) // hosts : (host + 1) * len(cpus) // hosts])
+
+
+def scheduled(host: int, hosts: int, cpus: Sequence[int]) -> list[str]:
+    """The words that, put before a command, give it the CPU time of a host and no more trouble than one has.
+
+    Hosts have cores of their own, so that none is slow because two others were put on one. And what runs there is
+    a batch process: by default Linux lets a process that wakes up interrupt the one that runs, and among ranks that
+    all talk the interrupted one waits for ticks of 4 ms (docs/adr/0005-lab.md has the figures).
+    """
+    own = ",".join(str(c) for c in cores(host, hosts, cpus))
+    return ["taskset", "--cpu-list", own, "chrt", "--batch", "0"]
 
 
 def batch(lines: Iterable[str]) -> str:

@@ -9,8 +9,10 @@ from typing import Annotated
 import typer
 
 from commlib.bench.launch import RankFailed, Terminated
-from commlib.bench.place import Hosts, PerHost, Place, Ranks, Rate, place
-from commlib.bench.record import Json, Record, Save, emit, facts, write
+from commlib.bench.options import Hosts, Json, PerHost, Ranks, Rate, Save
+from commlib.bench.place import Place, place
+from commlib.bench.progress import Bar
+from commlib.bench.record import Record, emit, facts, write
 from commlib.bench.report import print_rows
 from commlib.errors import CommlibError, PeerLost, unknown
 
@@ -18,9 +20,8 @@ from . import plot as pictures
 from . import rank, table
 from .backends import choose
 from .ops import OPS
-from .progress import Bar
-from .rank import Measured, Settings
-from .sizes import ladder, parse_size
+from .rank import Measured, Progress, Settings
+from .sizes import ladder, parse_size, show_size
 
 _SECONDS, _QUICK = 60.0, 5.0
 _MAX, _QUICK_MAX = "256MB", "4MB"
@@ -109,8 +110,14 @@ def _run(where: Place, settings: Settings) -> Measured | None:
     """Measure, with a progress bar; what goes wrong on a rank is said in one line where we know what it means."""
     limit = _START_S + 3 * settings.seconds
     try:
-        with Bar(len(settings.backends) * len(settings.ops)) as bar:
-            found: Measured | None = where.run(rank.main, (settings,), on_message=bar, timeout=limit)
+        with Bar("the raw line", len(settings.backends) * len(settings.ops)) as bar:
+
+            def show(rank: int, message: object) -> None:
+                if isinstance(message, Progress):
+                    size = show_size(message.bytes) if message.bytes else ""
+                    bar.show(done=message.done, text=f"{message.backend} {message.op} {size}".rstrip())
+
+            found: Measured | None = where.run(rank.main, (settings,), on_message=show, timeout=limit)
     except Terminated:
         print("told to stop (SIGTERM): all ranks were ended", file=sys.stderr)
         raise typer.Exit(143) from None

@@ -10,9 +10,11 @@ from typing import Annotated
 import typer
 
 from commlib.bench.launch import RankFailed, sigterm_raises
+from commlib.bench.options import Backend, BucketCap, Hosts, Json, PerHost, Ranks, Rate, Save
 from commlib.bench.page.findings import findings
-from commlib.bench.place import Hosts, PerHost, Place, Ranks, Rate, check_peers, place
-from commlib.bench.record import Json, Record, Save, emit, facts
+from commlib.bench.place import Place, check_peers, place
+from commlib.bench.progress import Bar
+from commlib.bench.record import Record, emit, facts
 from commlib.bench.report import Row, console
 from commlib.errors import CommlibError, unknown
 
@@ -21,12 +23,10 @@ from .contenders import COMMLIB, Contender, choose
 from .course import shapes
 from .figures import hidden, rows, title
 from .models import MODELS
-from .progress import Bar
 from .race import race
-from .schedule import Schedule
+from .schedule import Schedule, Visit
 from .visit import WARM_UP, Job
 
-_BACKENDS = ("gloo", "nccl")
 _LEAST_S, _LEAST_S_PER_VALUE = 15.0, 2e-6  # any visit may take so long: codecs of 2 µs a value and visit exist
 
 
@@ -48,19 +48,19 @@ def train(
     hosts: Hosts = None,
     rate: Rate = None,
     ranks_per_host: PerHost = 1,
-    backend: Annotated[str, typer.Option(help="gloo, or nccl with a GPU for each rank.")] = "gloo",
+    backend: Backend = "gloo",
     batch: Annotated[int | None, typer.Option(min=1, help="Examples for each rank and step. [the model's]")] = None,
     steps: Annotated[
         int,
         typer.Option(
-            min=1, help=f"Timed steps in a visit, after {WARM_UP} not timed; up to twice as many for fast routes."
+            min=1, help=f"Timed steps in a visit, after {WARM_UP} not timed; up to three times as many for fast routes."
         ),
     ] = 3,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Visits to each route. [what --seconds allow, 3 to 15; 1 with --quick]")
+        int | None, typer.Option(min=1, help="Visits to each route. [what --seconds allow, 5 to 15; 1 with --quick]")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=1.0, help="For the visits to the routes of one model.")] = 80.0,
-    bucket_cap_mb: Annotated[float | None, typer.Option(help="Size of DDP's buckets in MiB. [DDP's]")] = None,
+    seconds: Annotated[float, typer.Option(min=1.0, help="For the visits to the routes of one model.")] = 120.0,
+    bucket_cap_mb: BucketCap = None,
     quick: Annotated[bool, typer.Option("--quick", help="A small model, five routes, one round.")] = False,
     as_json: Json = False,
     save: Save = None,
@@ -81,10 +81,6 @@ def train(
 
     A route that fails or hangs is reported and left out; the others go on.
     """
-    if backend not in _BACKENDS:
-        raise ValueError(unknown("backend", backend, _BACKENDS))
-    if bucket_cap_mb is not None and not bucket_cap_mb > 0:
-        raise ValueError(f"--bucket-cap-mb must be above 0, got {bucket_cap_mb:g}")
     backward_s = parse_compute(compute)
     models = _models(model, quick)
     if rounds is None and quick:
@@ -130,8 +126,14 @@ def _race(where: Place, job: Job, rounds: int | None, seconds: float, run: dict[
     contenders: Sequence[Contender] = job.contenders
     least_s = _LEAST_S + _LEAST_S_PER_VALUE * parameters
     schedule = Schedule([c.name for c in contenders], rounds, job.steps, seconds, least_s, least_s)
-    with Bar(job.model) as bar:
-        result = race(where, job, schedule, bar)
+    with Bar(f"{job.model}: starting the ranks, measuring the line") as bar:
+
+        def show(visit: Visit | None, now: Schedule) -> None:
+            done = len(now.outcomes)
+            text = f"{job.model}: round {visit.round + 1} of {now.planned_rounds()}, {visit.name}" if visit else None
+            bar.show(done=done, total=done + now.visits_left(), text=text)
+
+        result = race(where, job, schedule, show)
     if result is None:
         return []
     done, line = result

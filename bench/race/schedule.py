@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from .evidence import Evidence
 
-LEAST, MOST = 3, 15  # rounds, where the time decides
-_MORE = 2  # times as many steps, at most, has a route that is faster than the baseline
+LEAST, MOST = 5, 15  # rounds, where the time decides
+_MORE = 3  # times as many steps, at most, has a route that is faster than the baseline
 _PATIENCE = 4  # times the baseline's visit; compression that takes longer has lost anyway
 
 

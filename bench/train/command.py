@@ -12,10 +12,10 @@ import torch.distributed as dist
 import typer
 
 from commlib.bench.launch import RankFailed, Terminated, run_ranks
+from commlib.bench.progress import Bar
 from commlib.errors import CheckpointMismatch, CommlibError, MissingDependency
 
 from . import rank, report
-from .progress import Bar
 from .settings import Settings, check_ranks
 from .tasks import BadInput
 
@@ -100,8 +100,13 @@ def _as_one_rank(settings: Settings, ranks: int | None) -> dict[str, Any] | None
 def _with_local_ranks(settings: Settings, ranks: int) -> dict[str, Any]:
     check_ranks(ranks)
     try:
-        with Bar(settings) as bar:
-            results: list[dict[str, Any]] = run_ranks(rank.main, ranks, (settings,), on_message=bar)
+        with Bar("starting the ranks") as bar:
+
+            def show(_: int, message: object) -> None:
+                if isinstance(message, rank.Progress):
+                    bar.show(done=message.step, total=message.total, text=_what(settings, message))
+
+            results: list[dict[str, Any]] = run_ranks(rank.main, ranks, (settings,), on_message=show)
     except KeyboardInterrupt:
         raise _stopped("interrupted", 130, settings) from None
     except Terminated:
@@ -113,6 +118,13 @@ def _with_local_ranks(settings: Settings, ranks: int) -> dict[str, Any]:
         print(f"{trace}error: {e}; the other ranks were ended", file=sys.stderr)
         raise typer.Exit(1) from None
     return results[0]
+
+
+def _what(settings: Settings, now: rank.Progress) -> str:
+    """Which of the runs is under way."""
+    runs = [(c, s) for c in settings.comms for s in settings.seeds]
+    seed = f" seed {now.seed}" if len(settings.seeds) > 1 else ""
+    return f"[{runs.index((now.comm, now.seed)) + 1}/{len(runs)}] {now.comm}{seed}"
 
 
 def _stopped(why: str, code: int, settings: Settings) -> typer.Exit:

@@ -13,6 +13,7 @@ import pytest
 
 from commlib.bench.lab import Lab, LabError, unavailable
 from commlib.bench.lab.keeper import NEEDED
+from commlib.bench.lab.wiring import cores
 
 MakeLab = Callable[..., Lab]
 
@@ -166,6 +167,16 @@ def test_numbers_that_cannot_be_are_refused(no_lab: str | None, hosts: int, opti
         pytest.skip(no_lab)
     with pytest.raises(ValueError, match=r"lab has|ranks_per_host|link can"):
         Lab(hosts, **options)  # type: ignore[arg-type]
+
+
+def test_hosts_have_their_own_cores_and_nobody_there_interrupts_another(lab: MakeLab) -> None:
+    hosts = lab(2)
+    code = "import os; print(os.sched_getscheduler(0) == os.SCHED_BATCH, sorted(os.sched_getaffinity(0)))"
+    ours = sorted(os.sched_getaffinity(0))
+    for h in range(2):
+        status, out, err = finish(start(hosts, h, code))
+        assert (status, err) == (0, "")
+        assert out.strip() == f"True {cores(h, 2, ours)}"
 
 
 def test_a_host_that_is_not_there_is_refused(lab: MakeLab) -> None:

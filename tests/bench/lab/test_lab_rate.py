@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.bench.lab.rate import HIGHEST, LOWEST, parse_rate, show_rate, token_bucket
+from commlib.bench.lab.rate import HIGHEST, LOWEST, parse_rate, segment, show_rate, token_bucket
 
 
 @pytest.mark.parametrize(
@@ -30,10 +30,18 @@ def test_a_rate_shown_is_read_back(rate: float) -> None:
 
 
 @given(st.floats(LOWEST, HIGHEST))
-def test_the_bucket_holds_two_frames_and_never_more_than_a_message(rate: float) -> None:
+def test_the_bucket_holds_two_frames_or_a_fifth_of_a_millisecond(rate: float) -> None:
     words = token_bucket(rate).split()
     bucket = dict(zip(words[::2], words[1::2], strict=True))
     burst, limit = (int(bucket[k].removesuffix("b")) for k in ("burst", "limit"))
-    assert burst >= 2 * 1514
-    assert burst <= 256 << 10
+    assert burst == pytest.approx(max(2 * 1514, 0.0002 * rate / 8), abs=1)
     assert limit >= 1 << 20
+
+
+@given(st.one_of(st.none(), st.floats(LOWEST, HIGHEST)))
+def test_a_segment_is_a_frame_at_least_and_fits_into_the_bucket(rate: float | None) -> None:
+    largest = segment(rate)
+    assert 1514 <= largest <= 65536
+    if rate is not None:
+        burst = int(token_bucket(rate).split()[3].removesuffix("b"))
+        assert largest < burst

@@ -1,0 +1,41 @@
+"""Options that several benchmarks have, each said and checked once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from commlib.errors import unknown
+
+_BACKENDS = ("gloo", "nccl")
+
+
+def _known(backend: str) -> str:
+    if backend not in _BACKENDS:
+        raise ValueError(unknown("backend", backend, _BACKENDS))
+    return backend
+
+
+def _above_nought(mib: float | None) -> float | None:
+    if mib is not None and not mib > 0:
+        raise ValueError(f"--bucket-cap-mb must be above 0, got {mib:g}")
+    return mib
+
+
+Ranks = Annotated[int | None, typer.Option("--ranks", help="Ranks on this machine; under torchrun it decides. [2]")]
+Hosts = Annotated[int | None, typer.Option("--hosts", help="Emulated hosts instead; needs root and iproute2.")]
+Rate = Annotated[str | None, typer.Option("--rate", help="Of each host's link: 50mbit, 1gbit … [no limit]")]
+PerHost = Annotated[int, typer.Option("--ranks-per-host", help="Ranks on each emulated host.")]
+
+Backend = Annotated[str, typer.Option("--backend", help="gloo, or nccl with a GPU for each rank.", callback=_known)]
+BucketCap = Annotated[
+    float | None,
+    typer.Option("--bucket-cap-mb", help="Size of DDP's buckets in MiB. [DDP's]", callback=_above_nought),
+]
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object a line instead of a table.")]
+Save = Annotated[
+    Path | None, typer.Option("--save", metavar="FOLDER", help="Keep the figures there, for bench report and compare.")
+]

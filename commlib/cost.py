@@ -1,0 +1,130 @@
+"""What each way of exchanging a matrix gradient moves, counted in values. Pure functions.
+
+One layer y = x·W + b has a gradient of M × N values, and it factors: dW = UᵀV with K rows of M + N values, K the
+examples (times positions) that a worker saw. The schemes, and where their costs come from:
+
+* **PS**: the matrix to servers and back (Poseidon, USENIX ATC 2017, table 1). A ring all-reduce moves just the
+  bytes of servers that share the workers' machines.
+* **SFB**: every worker's factors to every other, each rebuilds the sum (Xie et al., UAI 2016; ATC 2017, table 1).
+* **Adam**: factors to the one server that owns the layer, the matrix back (Project Adam, OSDI 2014).
+* **Blocks**: Adam's, balanced: server j owns a block of W's rows and gets those columns of U, and all of V.
+
+Counts are what a machine sends *and* receives in a step; divide by two for one direction of a full-duplex link.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+Scheme = Literal["factors", "hybrid", "matrix"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A factorable layer on a cluster.
+
+    Args:
+        m: inputs of the layer.
+        n: outputs.
+        rows: K, the rows of a worker and step.
+        workers: P1.
+        servers: P2.
+
+    Raises:
+        ValueError: a number below 1, K below 0.
+    """
+
+    m: int
+    n: int
+    rows: int
+    workers: int
+    servers: int
+
+    def __post_init__(self) -> None:
+        for name in ("m", "n", "workers", "servers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.rows < 0:
+            raise ValueError(f"rows must be at least 0, got {self.rows}")
+
+    @property
+    def matrix(self) -> int:
+        """MN."""
+        return self.m * self.n
+
+    @property
+    def factors(self) -> int:
+        """K(M + N)."""
+        return self.rows * (self.m + self.n)
+
+
+def ps_worker(s: Shape) -> int:
+    """Values of a worker that talks to servers elsewhere: 2MN."""
+    return 2 * s.matrix
+
+
+def ps_server(s: Shape) -> float:
+    """Values of such a server: 2·P1·MN/P2."""
+    return 2 * s.workers * s.matrix / s.servers
+
+
+def ps_colocated(s: Shape) -> float:
+    """Values of a machine that is worker and server: 2MN(P1 + P2 − 2)/P2. With P1 = P2: a ring all-reduce."""
+    return 2 * s.matrix * (s.workers + s.servers - 2) / s.servers
+
+
+def factors(s: Shape) -> int:
+    """Values of a worker that sends its factors to all others: 2K(P1 − 1)(M + N)."""
+    return 2 * (s.workers - 1) * s.factors
+
+
+def adam_worker(s: Shape) -> int:
+    """Values of a worker that sends factors and gets the matrix: K(M + N) + MN."""
+    return s.factors + s.matrix
+
+
+def adam_server(s: Shape) -> int:
+    """Values of the server that owns the layer: P1·MN + P1·K(M + N)."""
+    return s.workers * (s.matrix + s.factors)
+
+
+def adam_colocated(s: Shape) -> int:
+    """Values of the machine that owns the layer and works too: (P1 − 1)(MN + KM + KN)."""
+    return (s.workers - 1) * (s.matrix + s.factors)
+
+
+def blocks_worker(s: Shape) -> int:
+    """Values a worker sends and gets with the layer in P2 blocks of rows: K(M + P2·N) + MN."""
+    return s.rows * (s.m + s.servers * s.n) + s.matrix
+
+
+def crossover_rows(m: int, n: int, workers: int, servers: int) -> float:
+    """K above which the matrix is cheaper than its factors: MN(P1 + P2 − 2)/(P2(P1 − 1)(M + N)); ∞ for one worker.
+
+    With P1 = P2 = P that is 2MN/(P(M + N)).
+    """
+    one = Shape(m, n, 1, workers, servers)
+    return ps_colocated(one) / factors(one) if workers > 1 else math.inf
+
+
+def best_scheme(s: Shape) -> Literal["factors", "matrix"]:
+    """Poseidon's BestScheme (ATC 2017, algorithm 1) by bytes alone; a tie goes to the factors."""
+    return "factors" if factors(s) <= ps_colocated(s) else "matrix"
+
+
+def sacp_scheme(s: Shape) -> Scheme:
+    """The choice of three that minimises the values moved in the whole system (after SACP, arXiv 1512.06216).
+
+    Totals: matrix 2P·MN, factors P(P − 1)·K(M + N), hybrid (factors to a server, matrix back) P·K(M + N) + P·MN.
+    The paper's own table could not be had; this follows from the totals, a tie going to the fewest values a worker
+    sends.
+    """
+    p = s.workers
+    totals: dict[Scheme, int] = {
+        "factors": p * (p - 1) * s.factors,
+        "hybrid": p * (s.factors + s.matrix),
+        "matrix": 2 * p * s.matrix,
+    }
+    return min(totals, key=lambda scheme: totals[scheme])

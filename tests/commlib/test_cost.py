@@ -1,0 +1,87 @@
+"""The cost code against the numbers of the papers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commlib import cost
+from commlib.cost import Shape
+
+SHAPES = st.builds(
+    Shape,
+    m=st.integers(1, 5000),
+    n=st.integers(1, 5000),
+    rows=st.integers(0, 5000),
+    workers=st.integers(1, 64),
+    servers=st.integers(1, 64),
+)
+
+
+def test_the_oracles_of_a_square_layer_on_eight_machines() -> None:
+    s = Shape(4096, 4096, rows=32, workers=8, servers=8)
+    assert cost.ps_worker(s) == 33_554_432
+    assert cost.ps_server(s) == 33_554_432
+    assert cost.ps_colocated(s) == 58_720_256
+    assert cost.factors(s) == 3_670_016
+    assert cost.adam_colocated(s) == 119_275_520
+    assert cost.adam_server(s) == 136_314_880
+    assert cost.best_scheme(s) == "factors"
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "workers", "rows"),
+    [(4096, 4096, 8, 512), (4096, 4096, 16, 256), (4096, 4096, 32, 128), (25088, 4096, 8, 880), (4096, 1000, 8, 201)],
+)
+def test_the_crossovers_of_known_layers(m: int, n: int, workers: int, rows: int) -> None:
+    k = cost.crossover_rows(m, n, workers, workers)
+    assert math.floor(k + 0.5) == rows
+    assert k == pytest.approx(2 * m * n / (workers * (m + n)))
+
+
+@given(SHAPES)
+def test_the_crossover_is_where_the_choice_turns(s: Shape) -> None:
+    k = cost.crossover_rows(s.m, s.n, s.workers, s.servers)
+    if s.workers == 1:
+        assert k == math.inf
+        return
+    assert cost.best_scheme(s) == ("factors" if s.rows <= k * (1 + 1e-12) else "matrix")
+
+
+@given(SHAPES)
+def test_servers_on_the_workers_machines_move_what_a_ring_does(s: Shape) -> None:
+    p = s.workers
+    ring = 2 * 2 * (p - 1) / p * s.matrix  # sent and received
+    assert cost.ps_colocated(dataclasses.replace(s, servers=p)) == pytest.approx(ring)
+
+
+@given(SHAPES)
+def test_balanced_blocks_cost_a_worker_what_adams_do_with_one_server_and_more_with_more(s: Shape) -> None:
+    one = dataclasses.replace(s, servers=1)
+    assert cost.blocks_worker(one) == cost.adam_worker(one)
+    assert cost.blocks_worker(s) >= cost.adam_worker(s)
+
+
+@given(SHAPES.filter(lambda s: s.workers >= 3 and s.rows > 0))
+def test_sacp_chooses_by_the_share_of_factors_in_the_matrix(s: Shape) -> None:
+    share = s.factors / s.matrix
+    expected = "factors" if share <= 1 / (s.workers - 2) else "hybrid" if share < 1 else "matrix"
+    totals = {
+        "factors": (s.workers - 1) * s.factors,
+        "hybrid": s.factors + s.matrix,
+        "matrix": 2 * s.matrix,
+    }
+    chosen = cost.sacp_scheme(s)
+    assert totals[chosen] == min(totals.values())
+    assert chosen == expected or totals[chosen] == totals[expected]
+
+
+@pytest.mark.parametrize("bad", [{"m": 0}, {"n": -1}, {"rows": -1}, {"workers": 0}, {"servers": 0}])
+def test_what_is_no_cluster_is_refused(bad: dict[str, int]) -> None:
+    good = {"m": 2, "n": 2, "rows": 1, "workers": 2, "servers": 2}
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        Shape(**{**good, **bad})

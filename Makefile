@@ -38,7 +38,8 @@ bench: $(READY)  ## measure link, codecs, exchanges and training on emulated hos
 
 # The wheel goes into a venv of its own that borrows the dependencies from .venv but not the editable
 # install (Python reads no .pth file of a folder that a .pth file names). The tests are copied away
-# from the sources: whatever they import is the wheel's or is not there.
+# from the sources: whatever they import is the wheel's or is not there. Few examples of each property will do:
+# what is right is for `make test` to say, what is missing for this.
 wheel-test: $(READY)  ## build the wheel and run the fast tests against it, away from the checkout
 	@rm -rf $(WHEEL) build/lib
 	@echo "building the wheel"
@@ -54,7 +55,7 @@ wheel-test: $(READY)  ## build the wheel and run the fast tests against it, away
 		stray = [str(p) for p in found if Path(sys.prefix) not in p.parents]; \
 		sys.exit(f"not from the wheel: {stray}" if stray else None)' && \
 		../venv/bin/commlib doctor && \
-		../venv/bin/python -m pytest -m "not slow and not checkout" $(ARGS)
+		../venv/bin/python -m pytest -m "not slow and not checkout" --hypothesis-profile=few $(ARGS)
 
 clean:  ## remove what was built, and the caches; .venv stays
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -79,7 +79,20 @@ class AllToAll:
         return sum(self.splits) - self.splits[self.own]
 
 
-Collective = AllReduce | AllGather | AllToAll
+class Collective(Protocol):
+    """What whoever drives an exchange needs to know of a collective."""
+
+    @property
+    def payers(self) -> Payers:
+        """Whose bytes it carries."""
+
+    def issue(self, group: Any) -> Any:
+        """Start it on a process group; returns the Work."""
+
+    def wire_bytes(self, world: int) -> float:
+        """Bytes this rank sends; asked after :meth:`issue`."""
+
+
 Rounds = Generator[list[Collective], None, None]
 """An exchange under way: each ``next()`` computes up to the next round and yields its collectives."""
 

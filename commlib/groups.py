@@ -36,6 +36,23 @@ def group_of(module: nn.Module, given: Any) -> Any:
     return group
 
 
+def sibling(group: Any, device: torch.device) -> Any:
+    """One more process group of the same ranks, backend and deadline. Collective over these ranks only."""
+    backend = group._get_backend(device)
+    timeout = getattr(getattr(backend, "options", None), "_timeout", datetime.timedelta(minutes=30))
+    return dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=timeout,
+        backend=str(dist.get_backend_config(group)),
+        use_local_synchronization=True,
+    )
+
+
+def waits_on_stream(group: Any, device: torch.device) -> bool:
+    """Whether waiting for a work of the group makes the current stream wait, and not the thread (NCCL)."""
+    return device.type == "cuda" and bool(group._get_backend(device).name() == "nccl")
+
+
 def make_sequencer(group: Any, key: str, world: World, device: torch.device, rounds: int) -> Sequencer:
     """A sequencer over ``group``, with one more group of the same ranks for each round after the first.
 
@@ -48,17 +65,10 @@ def make_sequencer(group: Any, key: str, world: World, device: torch.device, rou
         device: where the gradients are.
         rounds: the most rounds any route has.
     """
-    backend = group._get_backend(device)
-    inline = device.type == "cuda" and backend.name() == "nccl"
+    inline = waits_on_stream(group, device)
     groups = [group]
     if not inline:
-        config = str(dist.get_backend_config(group))
-        ranks = dist.get_process_group_ranks(group)
-        timeout = getattr(getattr(backend, "options", None), "_timeout", datetime.timedelta(minutes=30))
-        groups += [
-            dist.new_group(ranks, timeout=timeout, backend=config, use_local_synchronization=True)
-            for _ in range(rounds - 1)
-        ]
+        groups += [sibling(group, device) for _ in range(rounds - 1)]
 
     def lost(label: str, error: BaseException) -> PeerLost:
         who = roll_call(group, key, world, timeout=5.0)

@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
 import contextlib
+import dataclasses
 import functools
 import threading
 import weakref
@@ -18,11 +19,19 @@ from commlib.collective import Rounds, lockstep
 from commlib.compressor import Memory
 from commlib.exchange import EXCHANGES
 from commlib.exchange.item import Item, Seeds, World
-from commlib.groups import group_of, make_sequencer
+from commlib.factors.layers import FactorLayers
+from commlib.groups import group_of, make_sequencer, sibling, waits_on_stream
 from commlib.handshake import agree, answer_roll_call, meeting_place, publish_absence, publish_failure
 from commlib.loss_scale import LossScale
 from commlib.memory import MemoryStore
-from commlib.model import check_ddp, check_frozen_integers, layer_specs, one_device, trained_parameters
+from commlib.model import (
+    check_ddp,
+    check_frozen_integers,
+    layer_specs,
+    linear_layers,
+    one_device,
+    trained_parameters,
+)
 from commlib.readback import Readback
 from commlib.route import Plan, Route, Rules, make_plan
 from commlib.stats import PHASES, LayerStats, Meter, Stats
@@ -83,11 +92,17 @@ class HookState:
             device = one_device(specs)
             self.plan: Plan = make_plan(specs, compressor, world=self.world.size, min_size=min_size)
             self._scale = LossScale(scaler, module)
+            tapped = {p.spec.layer for p in self.plan if p.route.exchange == "factors"}
+            if tapped:
+                _check_factors(module, waits_on_stream(self._group, device))
         except Exception as e:
             publish_failure(self._group, self._key, self.world, e)
             raise
         terms = {"commlib": commlib.__version__, "dense_steps": str(dense_steps), "seed": str(seed)}
         terms["scaler"] = "none" if scaler is None else "given"
+        if tapped:  # every rank multiplies for itself, and must come to the same bits
+            terms["arithmetic"] = f"{torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
+            terms["threads"] = str(torch.get_num_threads())
         agree(self._group, self._key, {**terms, **self.plan.describe()}, self.world, timeout)
         self._names = {id(p): n for n, p in trained_parameters(inner).items()}
         self._specs = {s.name: s for s in specs}
@@ -99,6 +114,17 @@ class HookState:
         self._lost_key = f"{self._key}/lost"
         self._sequencer = make_sequencer(self._group, self._lost_key, self.world, device, rounds)
         weakref.finalize(self, self._sequencer.close, wait=False)
+        self._factors: FactorLayers | None = None
+        if isinstance(module, DistributedDataParallel) and tapped:
+            layers = {name: m for name, m in linear_layers(inner).items() if name in tapped}
+            self._factors = FactorLayers(
+                module,
+                layers,
+                sibling(self._group, device),
+                self.world,
+                _calling(weakref.WeakMethod(self._with_factors)),
+            )
+            weakref.finalize(self, self._factors.remove)
         self._step = self._skipped = 0
         self._buckets: list[torch.futures.Future[Tensor]] = []  # of the step under way
         self._finite: list[Readback] = []
@@ -180,6 +206,8 @@ class HookState:
         future = self._sequencer.submit(label, self._rounds(routes, buffer), buffer)
         self._buckets.append(future)
         self._complete = bucket.is_last()
+        if self._complete and self._factors is not None:
+            self._factors.end_step()
         return future
 
     def _name(self, parameter: Tensor) -> str:
@@ -217,17 +245,26 @@ class HookState:
         codec = planned.route.codec.at(self._step - self._dense_steps)
         return planned.route if codec is planned.route.codec else Route(planned.route.exchange, codec)
 
+    def _with_factors(self) -> bool:
+        """Whether the step whose forward pass is under way exchanges factors: it is past the dense ones."""
+        if self._dense_steps:
+            self._settle()
+        return self._step >= self._dense_steps
+
     def _item(self, name: str, route: Route, grad: Tensor) -> Item:
         spec, codec, meter = self._specs[name], route.codec, self._meters[name]
         if spec.dtype != grad.dtype:  # DDP's mixed precision reduces in another dtype
-            spec = type(spec)(spec.name, spec.shape, grad.dtype, spec.device, spec.kind)
+            spec = dataclasses.replace(spec, dtype=grad.dtype)
         meter.dense += 2 * (self.world.size - 1) / self.world.size * spec.nbytes
         owner = Memory({}, {})
         stripe = route.carrier().owned(codec, spec, self.world)
         if stripe is not None:
             owner = self._store.owner(spec, codec.slots(stripe.spec), stripe.start)
         memory = self._store.memory(spec, codec.slots(spec))
-        return Item(spec, codec, grad, memory, Seeds(self._seed, self._step, name), meter, owner)
+        trip = None
+        if route.exchange == "factors" and self._factors is not None and spec.layer is not None:
+            trip = self._factors.trip(spec.layer)
+        return Item(spec, codec, grad, memory, Seeds(self._seed, self._step, name), meter, owner, trip)
 
     def _settle(self, *, abandon: bool = False) -> None:
         """Decides what became of the last step, before anything reads or replaces what it left.
@@ -282,6 +319,23 @@ def attach(ddp: DistributedDataParallel, compressor: Rules = "none", **options: 
 
 def _signal(done: threading.Event, future: Any) -> None:
     done.set()
+
+
+def _calling(method: "weakref.WeakMethod[Any]") -> Any:
+    """A function that calls a method without keeping its object alive."""
+
+    def call() -> bool:
+        alive = method()
+        return alive is not None and bool(alive())
+
+    return call
+
+
+def _check_factors(module: nn.Module, on_stream: bool) -> None:
+    if not isinstance(module, DistributedDataParallel):
+        raise ValueError("factors are caught in the DDP model's passes: attach to the DistributedDataParallel itself")
+    if on_stream:
+        raise ValueError("factors are not exchanged over NCCL yet: use Gloo, or another route")
 
 
 def _check_count(name: str, value: object) -> None:

@@ -21,7 +21,8 @@ class LayerSpec:
         dtype: the gradient's dtype; must be floating point.
         device: where the gradient lives.
         kind: the role of the parameter in its module.
-        rows: K, the batch rows seen per step, where the gradient factors; otherwise None.
+        rows: K, the batch rows seen per step, where the gradient factors and K is known; otherwise None.
+        layer: the name of the linear layer whose rows its gradient is made of (``exchange.factors``); otherwise None.
 
     Raises:
         TypeError: if ``dtype`` is not a real floating-point type.
@@ -33,6 +34,7 @@ class LayerSpec:
     device: torch.device = torch.device("cpu")
     kind: Kind = "other"
     rows: int | None = None
+    layer: str | None = None
 
     def __post_init__(self) -> None:
         if not self.dtype.is_floating_point:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,13 +47,30 @@ def layer_specs(module: nn.Module) -> list[LayerSpec]:
         ValueError: an embedding with ``sparse=True``; nothing to train.
     """
     kinds = _kinds(module)
+    layers = {id(p): name for name, m in linear_layers(module).items() for p in m.parameters()}
     specs = [
-        LayerSpec(name, tuple(p.shape), p.dtype, p.device, kinds.get(name, "other"))
+        LayerSpec(name, tuple(p.shape), p.dtype, p.device, kinds.get(name, "other"), layer=layers.get(id(p)))
         for name, p in trained_parameters(module).items()
     ]
     if not specs:
         raise ValueError("the model has no parameter that requires a gradient: there is nothing to exchange")
     return specs
+
+
+def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
+    """Name → layer for every ``nn.Linear`` whose gradient is made of the rows that pass through it, and of no others.
+
+    Those are plain ones (a subclass may do anything) with trained parameters that no other module has.
+    """
+    modules = dict(module.named_modules())
+    uses = collections.Counter(id(p) for m in modules.values() for p in m._parameters.values() if p is not None)
+    found = {}
+    for name, m in modules.items():
+        if type(m) is nn.Linear and set(m._parameters) == {"weight", "bias"}:  # neither parametrized nor normed
+            own = [p for p in m._parameters.values() if p is not None]
+            if own and all(p.requires_grad and uses[id(p)] == 1 for p in own):
+                found[_plain(name)] = m
+    return found
 
 
 def check_frozen_integers(module: nn.Module, names: Mapping[str, object]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -18,7 +19,7 @@ class Route:
     """An exchange and the codec whose payloads it carries. As text: ``onebit:axis=tensor@gather``.
 
     Args:
-        exchange: dense, gather, scatter_gather or low_rank.
+        exchange: dense, gather, scatter_gather, low_rank or factors.
         codec: taken as it is; wrap it in :class:`ErrorFeedback` if it needs that.
 
     Raises:
@@ -62,10 +63,12 @@ def resolve(rule: Rule, world: int) -> Route:
         route = rule
     else:
         text, _, exchange = rule.partition("@") if isinstance(rule, str) else (rule, "", "")
+        if text == "factors" and not exchange:
+            text, exchange = "none", "factors"
         codec = make("none" if text == "dense" else text)
         suited = codec.default_exchange or ("gather" if world <= 2 else "scatter_gather")
         route = Route(exchange.strip() or suited, codec)
-    reason = route.refuse(LayerSpec("any", (64, 64)))
+    reason = route.refuse(LayerSpec("any", (64, 64), kind="linear.weight", layer="any"))
     if reason:
         raise ValueError(f"{route.codec} cannot go over {route.exchange}: {reason}")
     return route
@@ -101,8 +104,10 @@ class Plan:
         for p in self:
             sent = p.route.carrier().wire_bytes(p.route.codec, p.spec, self.world)
             full = 2 * (self.world - 1) / self.world * p.spec.nbytes
-            share = f"1/{full / sent:.1f}" if sent else "-"
-            rows.append((p.spec.name, p.spec.layout(), str(p.route), f"{sent:,.0f}", share, p.reason))
+            known = not math.isnan(sent)
+            share = f"1/{full / sent:.1f}" if sent and known else "-"
+            shown = f"{sent:,.0f}" if known else "by batch"
+            rows.append((p.spec.name, p.spec.layout(), str(p.route), shown, share, p.reason))
         widths = [max(len(r[i]) for r in rows) for i in range(len(head))]
         align = [str.ljust, str.ljust, str.ljust, str.rjust, str.rjust, str.ljust]
         lines = ["  ".join(a(c, w) for a, c, w in zip(align, r, widths, strict=True)) for r in rows]
@@ -131,7 +136,20 @@ def make_plan(specs: Sequence[LayerSpec], rules: Rules, *, world: int, min_size:
     for spec in specs:
         match = next(((p, r) for p, r in table if fnmatchcase(spec.name, p)), None)
         layers[spec.name] = _plan_layer(spec, match, world, min_size)
+    for spec in specs:
+        if spec.layer is not None and spec.kind != "linear.weight":
+            weight = layers[f"{spec.layer}.weight" if spec.layer else "weight"]
+            layers[spec.name] = _with_weight(layers[spec.name], weight)
     return Plan(layers, world)
+
+
+def _with_weight(bias: PlannedLayer, weight: PlannedLayer) -> PlannedLayer:
+    """A bias comes out of its weight's rows; where these are not sent it cannot, and where they are it must."""
+    if weight.route.exchange == "factors":
+        return dataclasses.replace(bias, route=weight.route, reason="comes with its weight's rows")
+    if bias.route.exchange == "factors":
+        return dataclasses.replace(bias, route=bias.dense, reason="its weight's rows are not sent")
+    return bias
 
 
 def _plan_layer(spec: LayerSpec, match: tuple[str, Route] | None, world: int, min_size: int) -> PlannedLayer:

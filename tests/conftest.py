@@ -24,6 +24,7 @@ _LISTENING = "0A"  # state in /proc/net/tcp
 # A test that starts processes shares two cores with them: a deadline would measure the machine.
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, database=None, print_blob=True)
+settings.register_profile("few", settings.get_profile("ci"), max_examples=5)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 torch.set_num_threads(1)

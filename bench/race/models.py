@@ -15,6 +15,7 @@ Batch = tuple[Tensor, Tensor]
 _VOCABULARY, _CONTEXT = 256, 32
 _CLASSES = 10
 _PIXELS = 32
+_FEATURES = 9216  # 256 channels of 6 × 6, as AlexNet's convolutions leave them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,14 +75,14 @@ class Block(nn.Module):
 
 
 def fc() -> nn.Module:
-    """An MLP of three hidden layers, 54.6 M parameters: much gradient for little arithmetic."""
-    sizes = [1024, 4096, 4096, 4096, 4096]
+    """The fully connected part of AlexNet, 58.6 M parameters: much gradient for little arithmetic."""
+    sizes = [_FEATURES, 4096, 4096]
     layers: list[nn.Module] = []
     for before, after in itertools.pairwise(sizes):
         layer = nn.Linear(before, after)
         nn.init.kaiming_normal_(layer.weight)  # torch's own choice lets the signal fade from layer to layer
         layers += [layer, nn.ReLU()]
-    return nn.Sequential(*layers, _head(sizes[-1]))
+    return nn.Sequential(*layers, _head(sizes[-1], 1000))
 
 
 def conv() -> nn.Module:
@@ -95,10 +96,10 @@ def conv() -> nn.Module:
 
 
 def vectors(examples: int, generator: torch.Generator) -> Batch:
-    """Vectors (examples, 1024) around the centre of their class."""
+    """Vectors (examples, 9216) around the centre of their class, the first ten of a thousand."""
     classes = _labels(examples, generator)
-    noise = torch.randn(examples, 1024, generator=generator)
-    return _fixed(_CLASSES, 1024)[classes] + noise, classes
+    noise = torch.randn(examples, _FEATURES, generator=generator)
+    return _fixed(_CLASSES, _FEATURES)[classes] + noise, classes
 
 
 def images(examples: int, generator: torch.Generator) -> Batch:
@@ -128,9 +129,9 @@ def _labels(examples: int, generator: torch.Generator) -> Tensor:
     return torch.randperm(examples, generator=generator) % _CLASSES
 
 
-def _head(width: int) -> nn.Linear:
+def _head(width: int, classes: int = _CLASSES) -> nn.Linear:
     """Weights so small that no class is preferred: the loss falls from the first step on."""
-    head = nn.Linear(width, _CLASSES)
+    head = nn.Linear(width, classes)
     nn.init.normal_(head.weight, std=0.1 / width**0.5)
     return head
 
@@ -141,7 +142,7 @@ def _fixed(*shape: int) -> Tensor:
 
 
 MODELS: Mapping[str, Model] = {
-    "fc": Model("54.6 M", fc, vectors, 10, 0.003),
+    "fc": Model("58.6 M", fc, vectors, 32, 0.003),
     "conv": Model("1.6 M", conv, images, 10, 0.01),
     "gpt": Model("3.3 M", lambda: Gpt(256, 4, 4), text, 4, 0.3),
     "gpt-small": Model("0.7 M", lambda: Gpt(128, 3, 4), text, 4, 0.5),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from torch import Tensor
 from commlib.collective import Payers
 from commlib.compressor import Compressor, LayerSpec, Memory
 from commlib.stats import Meter
+
+if TYPE_CHECKING:
+    from commlib.factors.trip import Trip
 
 _ALIGN = 8  # codecs view parts of a payload as float32: every payload starts at such a boundary
 
@@ -62,6 +66,7 @@ class Item:
         seeds: for random codecs.
         meter: where its bytes and seconds are counted.
         owner: slots for re-encoding the stripe this rank owns (scatter_gather only).
+        trip: the rows of its layer in this step (factors only).
     """
 
     spec: LayerSpec
@@ -71,6 +76,7 @@ class Item:
     seeds: Seeds
     meter: Meter
     owner: Memory
+    trip: Trip | None = None
 
     def work_grad(self) -> Tensor:
         """The gradient in the dtype its codec works on, spec-shaped; a copy only if it must be converted."""

@@ -18,7 +18,9 @@ def test_the_golden_step_takes_ten_and_not_twelve() -> None:
 
 
 @given(TIMES)
-def test_a_step_is_never_shorter_than_its_bounds_nor_longer_than_without_overlap(times: list[tuple[float, ...]]) -> None:
+def test_a_step_is_never_shorter_than_its_bounds_nor_longer_than_without_overlap(
+    times: list[tuple[float, ...]],
+) -> None:
     _, b, c = zip(*times, strict=True)
     end = overlap(b, c).seconds
     assert max(sum(b) + c[0], b[-1] + sum(c)) <= end + 1e-9

@@ -1,0 +1,145 @@
+"""All tapped layers of a model, and what becomes of their rows in a step.
+
+Which thread: the taps, :meth:`FactorLayers.complete` and :meth:`FactorLayers.trip` run in the thread of the backward
+pass, and only that one issues first rounds, on a process group that carries nothing else, in the order of
+:class:`commlib.factors.order.Order`. So that group sees the same sequence on every rank. Nothing waits here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from commlib.exchange.item import World
+from commlib.factors.order import Order
+from commlib.factors.tap import Tap
+from commlib.factors.trip import Habit, Trip
+
+
+class FactorLayers:
+    """Taps on a model's linear layers.
+
+    Args:
+        ddp: the model.
+        modules: name → layer, those whose factors are exchanged; the same, in the same order, on every rank.
+        group: a process group for their first rounds alone.
+        world: this rank.
+        on: whether the step under way exchanges factors (not in a dense warm-up).
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        modules: Mapping[str, nn.Linear],
+        group: Any,
+        world: World,
+        on: Callable[[], bool],
+    ) -> None:
+        self._group, self._world, self._on = group, world, on
+        self._order = Order(list(modules)[::-1])  # the backward pass meets the last first, mostly
+        self._habits = {name: Habit() for name in modules}
+        self._trips: dict[str, Trip] = {}
+        self._issued: set[str] = set()
+        self._syncing = False
+        owner = weakref.proxy(self)  # or model, taps and hook would keep each other alive
+        self._taps = {name: Tap(name, module, owner) for name, module in modules.items()}
+        self._before = ddp.register_forward_pre_hook(_Begin(weakref.ref(self)))
+
+    def remove(self) -> None:
+        """Make the layers plain again; more than once does no harm."""
+        self._before.remove()
+        for tap in self._taps.values():
+            tap.remove()
+        self._taps = {}
+
+    # -- what taps ask and tell --
+
+    def on(self) -> bool:
+        """As :meth:`commlib.factors.tap.Owner.on`."""
+        return self._on()
+
+    def syncing(self) -> bool:
+        """As :meth:`commlib.factors.tap.Owner.syncing`."""
+        return self._syncing
+
+    def complete(self, name: str) -> None:
+        """As :meth:`commlib.factors.tap.Owner.complete`: the layer's rows leave as soon as its turn has come."""
+        for due in self._order.ready(name):
+            self._start(due)
+
+    # -- what the hook asks --
+
+    def trip(self, name: str) -> Trip:
+        """The layer's trip in this step. DDP asks for its bucket: what has not come until now will not.
+
+        Raises:
+            ValueError: the layer has gradient that did not come from its rows, and it was too late to say so.
+        """
+        self.complete(name)
+        tap = self._taps[name]
+        if name in self._issued and (tap.foreign or not tap.empty()):
+            tap.foreign = False
+            tap.take()
+            raise ValueError(
+                f"{name} gets gradient besides that of its own forward pass (its weight is used elsewhere, or it was "
+                "called again after its rows had left): its factors are not all of it. Give it another route, "
+                f'for example {{"{name}.*": "none"}}'
+            )
+        return self._trip(name)
+
+    def end_step(self) -> None:
+        """DDP has asked for all buckets."""
+        self._order.restart()
+        self._trips.clear()
+        self._issued.clear()
+
+    def begin(self, syncing: bool) -> None:
+        """A forward pass of the DDP model begins."""
+        self._syncing = syncing
+        if self._trips:  # the last backward pass broke off
+            for trip in self._trips.values():
+                trip.give_up("the backward pass broke off before this layer's factors could leave")
+            for tap in self._taps.values():
+                tap.take()
+            self.end_step()
+
+    def _trip(self, name: str) -> Trip:
+        if name not in self._trips:
+            weight = self._taps[name].module.weight
+            n, m = weight.shape
+            self._trips[name] = Trip((n, m), self._habits[name], self._world, weight.device)
+        return self._trips[name]
+
+    def _start(self, name: str) -> None:
+        tap = self._taps[name]
+        dirty = tap.foreign or any(_has_gradient(p.grad) for p in tap.module.parameters())
+        tap.foreign = False
+        self._issued.add(name)
+        self._trip(name).start(tap.take(), dirty, self._group)
+
+
+class _Begin:
+    """The DDP model's forward pre-hook; copying the model copies it without what it points at."""
+
+    def __init__(self, layers: weakref.ref[FactorLayers]) -> None:
+        self._layers = layers
+
+    def __call__(self, ddp: DistributedDataParallel, inputs: Sequence[Any]) -> None:
+        layers = self._layers()
+        if layers is not None:
+            layers.begin(bool(ddp.require_backward_grad_sync))
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+
+def _nothing() -> Callable[[Any, Any], None]:
+    return lambda module, inputs: None
+
+
+def _has_gradient(grad: Tensor | None) -> bool:
+    return grad is not None and bool(grad.any())

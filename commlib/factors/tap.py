@@ -1,0 +1,150 @@
+"""Where the rows of a linear layer's gradient are caught: in the backward pass, before its weight gradient exists.
+
+y = x·Wᵀ + b has dW = VᵀU with U the input rows (K, M) and V the rows of the output's gradient (K, N), and db is the
+sum of V's rows. A tapped layer computes neither: autograd gets a placeholder of zeros that takes no memory, so that
+DDP's bucket becomes ready as always, and the exchange writes the mean gradient into it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+Rows = tuple[Tensor, Tensor]
+"""(K, M) inputs and (K, N) output gradients, in one dtype."""
+
+
+class Owner(Protocol):
+    """Who knows what step it is."""
+
+    def on(self) -> bool:
+        """Whether factors are exchanged in the step under way; if not, a tapped layer is as good as a plain one."""
+
+    def syncing(self) -> bool:
+        """Whether this backward pass ends with an exchange (and not within ``no_sync``)."""
+
+    def complete(self, name: str) -> None:
+        """All rows of the layer have come."""
+
+
+class Tap:
+    """What is caught at one layer between two exchanges.
+
+    Args:
+        name: the layer's.
+        module: a plain ``nn.Linear``; it becomes tapped, and what is copied or pickled of it is plain again.
+        owner: is asked, and told.
+    """
+
+    def __init__(self, name: str, module: nn.Linear, owner: Owner) -> None:
+        self.name, self.module = name, module
+        self.foreign = False
+        self._owner = owner
+        self._rows: list[Rows] = []
+        self._calls = 0
+        self._hidden = False  # called without grad while training: a checkpoint, which calls again later
+        self._zero = torch.zeros((), device=module.weight.device)
+        parameters: list[Any] = list(module.parameters())
+        self._hooks = [p.register_hook(self._watch) for p in parameters]
+        vars(module)["_tap"] = self
+        swapped: Any = module
+        swapped.__class__ = _Tapped
+
+    def remove(self) -> None:
+        """Make the layer plain again."""
+        for hook in self._hooks:
+            hook.remove()
+        tapped: Any = self.module
+        if "_tap" in vars(tapped):
+            del vars(tapped)["_tap"]
+            tapped.__class__ = nn.Linear
+
+    def take(self) -> list[Rows]:
+        """What was caught; the tap is empty then."""
+        rows, self._rows = self._rows, []
+        self._calls, self._hidden = 0, False
+        return rows
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # rows are caught by Python, in the backward pass
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output."""
+        weight, bias = self.module.weight, self.module.bias
+        if not torch.is_grad_enabled():
+            self._hidden |= self.module.training
+        if not (torch.is_grad_enabled() and self._owner.on()):
+            return functional.linear(x, weight, bias)
+        self._calls += 1
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            x = x.to(torch.get_autocast_dtype(kind))
+        y: Tensor = _Linear.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
+        return y
+
+    def caught(self, x: Tensor, grad: Tensor) -> None:
+        """The rows of one call, in the backward pass."""
+        u, v = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        if not self._owner.syncing():  # it outlives this backward pass, and its input may be used again
+            u, v = u.clone(), v.clone()
+        self._rows.append((u, v))
+        if self._owner.syncing() and len(self._rows) == self._calls and not self._hidden:
+            self._owner.complete(self.name)
+
+    def empty(self) -> bool:
+        """Whether nothing was caught since :meth:`take`."""
+        return not self._rows
+
+    def placeholder(self, like: Tensor) -> Tensor:
+        """Zeros that take no memory."""
+        return self._zero.to(like.dtype).expand(like.shape)
+
+    def _watch(self, grad: Tensor) -> None:
+        """Sees all gradient of a parameter: what is not the placeholder came from elsewhere, as a penalty's does."""
+        plain = all(s == 0 for s, n in zip(grad.stride(), grad.shape, strict=True) if n > 1)
+        value = grad[(0,) * grad.dim()] if plain and grad.numel() else grad
+        if self._owner.on() and bool(value.any()):
+            self.foreign = True
+
+
+class _Linear(torch.autograd.Function):
+    """``functional.linear`` whose backward pass hands the rows to a tap."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tap: Tap) -> Tensor:
+        w = weight.to(x.dtype)
+        ctx.save_for_backward(x, weight, w if w is not weight else None)
+        ctx.tap, ctx.has_bias = tap, bias is not None
+        return functional.linear(x, w, None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, None]:
+        x, weight, w = ctx.saved_tensors
+        tap: Tap = ctx.tap
+        tap.caught(x, grad)  # first: they travel while the next line is computed
+        back = grad.matmul(weight if w is None else w) if ctx.needs_input_grad[0] else None
+        bias = tap.placeholder(tap.module.bias) if ctx.has_bias else None
+        return back, tap.placeholder(weight), bias, None
+
+
+class _Tapped(nn.Linear):
+    """An ``nn.Linear`` with a tap; its class is swapped, so its parameters, hooks and name stay what they were."""
+
+    _tap: Tap
+
+    def forward(self, input: Tensor) -> Tensor:
+        y: Tensor = self._tap.forward(input)
+        return y
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _new_linear, (), {k: v for k, v in vars(self).items() if k != "_tap"}
+
+
+def _new_linear() -> nn.Linear:
+    return nn.Linear.__new__(nn.Linear)
+
+
+_Tapped.__name__ = _Tapped.__qualname__ = "Linear"

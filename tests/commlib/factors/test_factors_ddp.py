@@ -1,0 +1,234 @@
+"""Factors under DDP: the mean gradient, bit for bit the same everywhere, in every way a model can be used."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import commlib
+from commlib.exchange.item import World
+from fleet import Fleet
+from toy import Trainer, same_everywhere
+
+BOUND = 2e-6  # of the largest value: P·K products of float32 added in another order
+
+
+class Twice(nn.Module):
+    """A layer that is called twice, one that is not used by every rank, and one whose weight is tied."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.kind = kind
+        self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        if kind == "tied":
+            self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x).tanh()
+        if self.kind == "twice":
+            x = self.a(x).tanh()
+        if self.kind in ("checkpoint", "reentrant"):
+            x = checkpoint(lambda y: self.b(self.b(y).tanh()).tanh(), x, use_reentrant=self.kind == "reentrant")
+        elif self.kind != "unused" or dist.get_rank() == 0:
+            x = self.b(x).tanh()
+        y: Tensor = self.c(x)
+        return y + self.a.weight.sum() if self.kind == "elsewhere" else y
+
+
+def gradients(
+    world: World, rule: Any, step: Callable[[DistributedDataParallel, World], None], kind: str
+) -> list[Tensor]:
+    module = Twice(kind)
+    ddp = DistributedDataParallel(module, bucket_cap_mb=0.001, find_unused_parameters=kind == "unused")
+    comm = None if rule is None else commlib.attach(ddp, rule, min_size=0)
+    grads: list[Tensor] = []
+    for _ in range(3):
+        ddp.zero_grad()
+        step(ddp, world)
+        grads += [p.grad.clone() for p in ddp.parameters() if p.grad is not None]
+    if comm is not None:
+        comm.close()
+    return grads
+
+
+def data(world: World, rows: int, part: int = 0) -> Tensor:
+    gen = torch.Generator().manual_seed(100 * part + world.rank)
+    return torch.randn(rows, 16, generator=gen)
+
+
+def plain(ddp: DistributedDataParallel, world: World) -> None:
+    ddp(data(world, 8)).square().mean().backward()
+
+
+def unequal(ddp: DistributedDataParallel, world: World) -> None:
+    ddp(data(world, 3 + 4 * world.rank)).square().mean().backward()
+
+
+def three_dimensions(ddp: DistributedDataParallel, world: World) -> None:
+    ddp(data(world, 12).view(3, 4, 16)).square().sum().backward()
+
+
+def accumulated(ddp: DistributedDataParallel, world: World) -> None:
+    x = data(world, 4, 0)
+    with ddp.no_sync():
+        ddp(x).square().mean().backward()
+    x.copy_(data(world, 4, 1))  # the buffer is used again
+    ddp(x).square().mean().backward()
+
+
+def without_no_sync(ddp: DistributedDataParallel, world: World) -> None:
+    for part in range(2):
+        ddp(data(world, 4, part)).square().mean().backward()
+
+
+def under_autocast(ddp: DistributedDataParallel, world: World) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = ddp(data(world, 8)).float().square().mean()
+    loss.backward()
+
+
+STEPS: dict[str, Callable[[DistributedDataParallel, World], None]] = {
+    f.__name__: f for f in (plain, unequal, three_dimensions, accumulated, without_no_sync, under_autocast)
+}
+KINDS = ("plain", "twice", "tied", "unused", "checkpoint", "reentrant")
+
+
+def compare(world: World, step: str, kind: str) -> tuple[float, bool]:
+    ours = gradients(world, "factors", STEPS[step], kind)
+    ddps = gradients(world, None, STEPS[step], kind)
+    off = max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-9)) for a, b in zip(ours, ddps, strict=True))
+    return off, same_everywhere(world, torch.cat([g.reshape(-1) for g in ours]))
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_gradient_is_that_of_an_all_reduce_and_the_same_bits_everywhere(fleet: Fleet, size: int, step: str) -> None:
+    for off, same in fleet.run(size, compare, step, "plain"):
+        assert same
+        # bfloat16 rows lose nothing more; it is DDP's local product that is rounded to 8 bits.
+        assert off < (0.02 if step == "under_autocast" else BOUND)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_however_a_layer_is_used(fleet: Fleet, kind: str) -> None:
+    for off, same in fleet.run(2, compare, "plain", kind):
+        assert same
+        assert off < BOUND
+
+
+def plan_of(world: World, kind: str) -> dict[str, str]:
+    ddp = DistributedDataParallel(Twice(kind))
+    comm = commlib.attach(ddp, "factors", min_size=0)
+    comm.close()
+    return {p.spec.name: p.route.exchange for p in comm.plan}
+
+
+def test_a_layer_that_shares_its_weight_is_dense_and_a_bias_goes_with_its_weight(fleet: Fleet) -> None:
+    plan = fleet.run(2, plan_of, "tied")[0]
+    assert plan == {
+        "a.weight": "dense",
+        "a.bias": "dense",
+        "b.bias": "dense",
+        "c.weight": "factors",
+        "c.bias": "factors",
+    }
+
+
+def elsewhere(world: World) -> str:
+    ddp = DistributedDataParallel(Twice("elsewhere"), bucket_cap_mb=0.001)
+    comm = commlib.attach(ddp, "factors", min_size=0)
+    try:
+        plain(ddp, world)
+    except Exception as e:
+        return str(e)
+    finally:
+        comm.close()
+    return "no error"
+
+
+def test_gradient_from_elsewhere_is_an_error_that_names_the_layer(fleet: Fleet) -> None:
+    for said in fleet.run(2, elsewhere):
+        assert "a gets gradient besides that of its own forward pass" in said
+
+
+def rows_sent(world: World) -> list[float]:
+    trainer = Trainer(world, "factors", dense_steps=2)
+    sent = []
+    for _ in range(5):
+        before = trainer.comm.stats().wire_bytes
+        trainer.train(1)
+        sent.append(trainer.comm.stats().wire_bytes - before)
+    trainer.close()
+    return sent
+
+
+def test_after_the_dense_steps_and_a_first_one_only_rows_and_a_header_travel(fleet: Fleet) -> None:
+    weights = [(48, 64), (48, 48), (5, 48)]
+    dense = sum(n * m + n for n, m in weights) * 4  # between two ranks a ring sends each value once
+    rows = sum(8 * (n + m) * 4 + 16 for n, m in weights[:2])
+    small = 16 + (5 * 48 + 5) * 4  # a header that says: fewer bytes in all if we sum the matrices
+    for sent in fleet.run(2, rows_sent):
+        assert sent[:2] == [dense, dense]
+        assert sent[2] == rows + small + 2 * 16  # the headers said that there was no room yet
+        assert sent[3:] == [rows + small] * 2
+
+
+def events(world: World) -> list[str]:
+    seen: list[str] = []
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+    ddp = DistributedDataParallel(model)
+    comm = commlib.attach(ddp, "factors", min_size=0)
+    for name, p in model.named_parameters():
+        p.register_hook(lambda grad, name=name: seen.append(name))
+    group: Any = dist.ProcessGroup
+    gather = group._allgather_base
+
+    def spy(self: Any, *args: Any) -> Any:
+        seen.append("rows leave")
+        return gather(self, *args)
+
+    group._allgather_base = spy
+    try:
+        ddp(data(world, 8)).square().mean().backward()
+    finally:
+        group._allgather_base = gather
+    comm.close()
+    return seen
+
+
+def test_rows_leave_before_the_weight_gradient_would_exist(fleet: Fleet) -> None:
+    for seen in fleet.run(2, events):
+        assert [e for e in seen if e == "rows leave"]
+        assert seen.index("rows leave") < seen.index("2.weight")
+        assert seen.index("2.weight") < seen.index("rows leave", 1) < seen.index("0.weight")
+
+
+def copies(world: World) -> list[bool]:
+    model = nn.Sequential(nn.Linear(16, 4))
+    ddp = DistributedDataParallel(model)
+    comm = commlib.attach(ddp, "factors", min_size=0)
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    stored.seek(0)
+    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(stored, weights_only=False)]
+    x = data(world, 3)
+    with torch.no_grad():
+        same = all(torch.equal(t(x), model(x)) for t in twins)
+    comm.close()
+    return [type(t[0]) is nn.Linear and same and "Linear(in_features=16" in repr(model) for t in twins]
+
+
+def test_copies_of_the_model_are_plain(fleet: Fleet) -> None:
+    assert fleet.run(2, copies) == [[True] * 3] * 2

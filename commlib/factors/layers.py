@@ -81,15 +81,20 @@ class FactorLayers:
         """
         self.complete(name)
         tap = self._taps[name]
-        if name in self._issued and (tap.foreign or not tap.empty()):
+        if name in self._issued and (tap.foreign or not tap.empty() or (tap.altered() and self._early(name))):
             tap.foreign = False
             tap.take()
             raise ValueError(
-                f"{name} gets gradient besides that of its own forward pass (its weight is used elsewhere, or it was "
-                "called again after its rows had left): its factors are not all of it. Give it another route, "
+                f"{name} gets gradient besides that of its own forward pass (its weight is used elsewhere, it was "
+                "called again after its rows had left, or a hook changes it): its factors are not all of it. Give it "
+                "another route, "
                 f'for example {{"{name}.*": "none"}}'
             )
         return self._trip(name)
+
+    def _early(self, name: str) -> bool:
+        """Whether rows have left in place of a gradient."""
+        return self._trip(name).count > 0
 
     def end_step(self) -> None:
         """DDP has asked for all buckets."""

@@ -50,6 +50,7 @@ SCENES = {
     "killed, onebit@scatter_gather": Scene("onebit@scatter_gather"),
     "killed, powersgd": Scene("powersgd:rank=2"),
     "killed, none": Scene("none"),
+    "killed, factors": Scene("factors"),
     "stopped, onebit@scatter_gather": Scene("onebit@scatter_gather", stop=True, seconds=3, deadline=20),
 }
 

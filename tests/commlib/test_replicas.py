@@ -150,7 +150,13 @@ def delayed(world: World, rule: str, repetitions: int) -> tuple[bool, bool]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("rule", [{"0.*": "onebit@scatter_gather", "2.*": "powersgd", "*": "topk:ratio=0.1@gather"}])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"0.*": "onebit@scatter_gather", "2.*": "powersgd", "*": "topk:ratio=0.1@gather"},
+        {"0.*": "factors", "2.*": "powersgd", "*": "factors"},
+    ],
+)
 def test_random_delays_between_rounds_change_nothing_in_200_steps(fleet: Fleet, rule: dict[str, str]):
     for unchanged, equal in fleet.run(4, delayed, rule, 200):
         assert unchanged

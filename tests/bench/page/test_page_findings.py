@@ -118,6 +118,7 @@ def test_words(text: str, shown: str) -> None:
         ({"route": "none", "by": "commlib"}, True),
         ({"route": "none@gather", "by": "commlib"}, True),
         ({"route": "dense", "by": "commlib"}, True),
+        ({"route": "factors", "by": "commlib"}, True),
         ({"route": "nonesuch", "by": "commlib"}, False),
         ({"route": "onebit", "by": "commlib"}, False),
         ({"exchange": "dense", "codec": "none"}, True),

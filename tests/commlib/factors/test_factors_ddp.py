@@ -191,13 +191,13 @@ def events(world: World) -> list[str]:
     ddp = DistributedDataParallel(model)
     comm = commlib.attach(ddp, "factors", min_size=0)
     for name, p in model.named_parameters():
-        p.register_hook(lambda grad, name=name: seen.append(name))
+        p.register_post_accumulate_grad_hook(lambda p, name=name: seen.append(name))
     group: Any = dist.ProcessGroup
-    gather = group._allgather_base
+    gather = group.__dict__["_allgather_base"]
 
     def spy(self: Any, *args: Any) -> Any:
         seen.append("rows leave")
-        return gather(self, *args)
+        return gather.__get__(self, type(self))(*args)
 
     group._allgather_base = spy
     try:

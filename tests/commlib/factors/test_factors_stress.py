@@ -1,0 +1,112 @@
+"""Random models, routes, batches and delays: no hang, the same bits everywhere, and DDP's gradient."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commlib
+from commlib.exchange import sequencer
+from commlib.exchange.item import World
+from commlib.factors.layers import FactorLayers
+from fleet import Fleet
+from toy import same_everywhere
+
+MODELS, JOBS = 200, 10
+
+
+class Random(nn.Module):
+    """A chain of linear layers; some are called twice, some by some ranks only."""
+
+    def __init__(self, dice: random.Random, rank: int) -> None:
+        super().__init__()
+        widths = [dice.choice((3, 8, 24)) for _ in range(dice.randint(2, 6))]
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=dice.random() < 0.7) for a, b in itertools.pairwise(widths))
+        self.width = widths[0]
+        self.calls = [1 + (a == b and dice.random() < 0.5) for a, b in itertools.pairwise(widths)]
+        users = [dice.randint(0, 2) if a == b and dice.random() < 0.4 else None for a, b in itertools.pairwise(widths)]
+        self.skipped = [u is not None and u != rank for u in users[:-1]] + [False]  # every rank has a backward pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, calls, skipped in zip(self.layers, self.calls, self.skipped, strict=True):
+            for _ in range(0 if skipped else calls):
+                x = layer(x).tanh()
+        return x
+
+
+@contextmanager
+def delays(dice: random.Random) -> Iterator[None]:
+    """A nap before every round of every bucket, and before any layer's rows leave."""
+    classes: list[tuple[Any, str]] = [(sequencer.Sequencer, "_advance"), (FactorLayers, "_start")]
+    originals = [getattr(c, name) for c, name in classes]
+
+    def late(original: Any) -> Any:
+        def call(*args: Any) -> Any:
+            time.sleep(dice.random() * 0.003)
+            return original(*args)
+
+        return call
+
+    for (c, name), original in zip(classes, originals, strict=True):
+        setattr(c, name, late(original))
+    try:
+        yield
+    finally:
+        for (c, name), original in zip(classes, originals, strict=True):
+            setattr(c, name, original)
+
+
+def train(world: World, seed: int, rules: Any) -> Tensor:
+    """All gradients of three steps; in the second two passes add up."""
+    torch.manual_seed(seed)
+    module = Random(random.Random(seed), world.rank)
+    ddp = DistributedDataParallel(module, bucket_cap_mb=0.0005, find_unused_parameters=True)
+    comm = None if rules is None else commlib.attach(ddp, rules, min_size=0)
+    dice = random.Random(1000 * seed + world.rank)
+    grads = []
+    for step in range(3):
+        ddp.zero_grad()
+        x = torch.randn(dice.randint(1, 9), module.width, generator=torch.Generator().manual_seed(dice.getrandbits(32)))
+        if step == 1:
+            with ddp.no_sync():
+                ddp(x).square().mean().backward()
+        ddp(x).square().mean().backward()
+        grads += [p.grad.reshape(-1).clone() for p in ddp.parameters() if p.grad is not None]
+    if comm is not None:
+        comm.close()
+    return torch.cat(grads)
+
+
+def models(world: World, first: int, count: int) -> list[str]:
+    wrong = []
+    for seed in range(first, first + count):
+        dice = random.Random(seed)
+        layers = len(Random(random.Random(seed), 0).layers)
+        rules = {f"layers.{i}.*": "factors" for i in range(layers) if dice.random() < 0.7} or "factors"
+        with delays(random.Random(world.rank)):
+            ours = train(world, seed, rules)
+        ddps = train(world, seed, None)
+        if not same_everywhere(world, ours):
+            wrong.append(f"model {seed}: replicas differ")
+        off = float((ours - ddps).abs().max() / ddps.abs().max().clamp_min(1e-9))
+        if not off < 2e-6:
+            wrong.append(f"model {seed}: {off:.2e} from DDP's gradient")
+    return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_two_hundred_random_models_with_random_delays(fleet: Fleet) -> None:
+    each = MODELS // JOBS
+    for job in range(JOBS):
+        for wrong in fleet.run(3, models, job * each, each):
+            assert wrong == []

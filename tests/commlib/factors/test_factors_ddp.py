@@ -232,3 +232,64 @@ def copies(world: World) -> list[bool]:
 
 def test_copies_of_the_model_are_plain(fleet: Fleet) -> None:
     assert fleet.run(2, copies) == [[True] * 3] * 2
+
+
+def compiled(world: World, outer: bool) -> tuple[float, bool, set[str]]:
+    found = []
+    exchanges: set[str] = set()
+    for rule in ("factors", None):
+        module: Any = Twice("plain")
+        ddp = DistributedDataParallel(module if outer else torch.compile(module, backend="aot_eager"))
+        if rule is not None:
+            comm = commlib.attach(ddp, rule, min_size=0)
+            exchanges = {p.route.exchange for p in comm.plan}
+        call: Any = torch.compile(ddp, backend="aot_eager") if outer else ddp
+        for _ in range(2):
+            ddp.zero_grad()
+            call(data(world, 8)).square().mean().backward()
+        found.append(torch.cat([p.grad.reshape(-1).clone() for p in ddp.parameters() if p.grad is not None]))
+        if rule is not None:
+            comm.close()
+    ours, ddps = found
+    return float((ours - ddps).abs().max() / ddps.abs().max()), same_everywhere(world, ours), exchanges
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outer", [False, True])
+def test_under_torch_compile(fleet: Fleet, outer: bool) -> None:
+    for off, same, exchanges in fleet.run(2, compiled, outer):
+        assert exchanges == {"factors"}
+        assert same
+        assert off < BOUND
+
+
+def refusals(world: World) -> list[str]:
+    said = []
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 4))
+    for target, rule in ((module, "factors"), (DistributedDataParallel(module), "onebit@factors")):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            commlib.HookState(target, rule, min_size=0)
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_cannot_be_is_refused_in_words(fleet: Fleet) -> None:
+    for inner, coded in fleet.run(2, refusals):
+        assert "attach to the DistributedDataParallel itself" in inner
+        assert "factors are sent as they are; use none" in coded
+
+
+def threads_differ(world: World) -> str:
+    torch.set_num_threads(1 + world.rank)
+    try:
+        commlib.attach(DistributedDataParallel(nn.Linear(64, 64)), "factors", timeout=20)
+    except commlib.PlanMismatch as e:
+        return str(e)
+    finally:
+        torch.set_num_threads(1)
+    return "no error"
+
+
+def test_ranks_that_would_multiply_differently_are_told(fleet: Fleet) -> None:
+    for said in fleet.run(2, threads_differ):
+        assert "threads" in said

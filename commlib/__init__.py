@@ -8,11 +8,12 @@ One line on a DDP training loop::
 
 __version__ = "0.1.0"
 
+from commlib.attach import attach
 from commlib.checkpoint import merge_state_dicts
 from commlib.compressor import Compressor, LayerSpec, LowRank, Memory, Slot
 from commlib.errors import CheckpointMismatch, CommlibError, MissingDependency, PeerLost, PlanMismatch
 from commlib.feedback import ErrorFeedback
-from commlib.hook import HookState, attach, hook
+from commlib.hook import HookState, hook
 from commlib.registry import make
 from commlib.route import Plan, Route
 from commlib.stats import LayerStats, Stats

@@ -1,4 +1,4 @@
-"""``attach``: the one line on a DDP training loop, and the communication hook behind it."""
+"""The communication hook: what it keeps between steps, and a step, bucket by bucket."""
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
 import contextlib
@@ -21,17 +21,10 @@ from commlib.exchange import EXCHANGES
 from commlib.exchange.item import Item, Seeds, World
 from commlib.factors.layers import FactorLayers
 from commlib.groups import group_of, make_sequencer, sibling, waits_on_stream
-from commlib.handshake import agree, answer_roll_call, meeting_place, publish_absence, publish_failure
+from commlib.handshake import agree, answer_roll_call, meeting_place, publish_failure
 from commlib.loss_scale import LossScale
 from commlib.memory import MemoryStore
-from commlib.model import (
-    check_ddp,
-    check_frozen_integers,
-    layer_specs,
-    linear_layers,
-    one_device,
-    trained_parameters,
-)
+from commlib.model import check_frozen_integers, layer_specs, one_device, trained_parameters
 from commlib.readback import Readback
 from commlib.route import Plan, Route, Rules, make_plan
 from commlib.stats import PHASES, LayerStats, Meter, Stats
@@ -92,17 +85,16 @@ class HookState:
             device = one_device(specs)
             self.plan: Plan = make_plan(specs, compressor, world=self.world.size, min_size=min_size)
             self._scale = LossScale(scaler, module)
-            tapped = {p.spec.layer for p in self.plan if p.route.exchange == "factors"}
-            if tapped:
-                _check_factors(module, waits_on_stream(self._group, device))
+            self._factors = FactorLayers.of(module, self.plan, self.world, weakref.WeakMethod(self._with_factors))
+            if self._factors is not None and waits_on_stream(self._group, device):
+                raise ValueError("factors are not exchanged over NCCL yet: use Gloo, or another route")
         except Exception as e:
             publish_failure(self._group, self._key, self.world, e)
             raise
         terms = {"commlib": commlib.__version__, "dense_steps": str(dense_steps), "seed": str(seed)}
         terms["scaler"] = "none" if scaler is None else "given"
-        if tapped:  # every rank multiplies for itself, and must come to the same bits
-            terms["arithmetic"] = f"{torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
-            terms["threads"] = str(torch.get_num_threads())
+        if self._factors is not None:
+            terms |= self._factors.terms()
         agree(self._group, self._key, {**terms, **self.plan.describe()}, self.world, timeout)
         self._names = {id(p): n for n, p in trained_parameters(inner).items()}
         self._specs = {s.name: s for s in specs}
@@ -114,16 +106,8 @@ class HookState:
         self._lost_key = f"{self._key}/lost"
         self._sequencer = make_sequencer(self._group, self._lost_key, self.world, device, rounds)
         weakref.finalize(self, self._sequencer.close, wait=False)
-        self._factors: FactorLayers | None = None
-        if isinstance(module, DistributedDataParallel) and tapped:
-            layers = {name: m for name, m in linear_layers(inner).items() if name in tapped}
-            self._factors = FactorLayers(
-                module,
-                layers,
-                sibling(self._group, device),
-                self.world,
-                _calling(weakref.WeakMethod(self._with_factors)),
-            )
+        if self._factors is not None:
+            self._factors.tap(sibling(self._group, device))
             weakref.finalize(self, self._factors.remove)
         self._step = self._skipped = 0
         self._buckets: list[torch.futures.Future[Tensor]] = []  # of the step under way
@@ -292,50 +276,8 @@ def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torc
     return state.reduce(bucket)
 
 
-def attach(ddp: DistributedDataParallel, compressor: Rules = "none", **options: Any) -> HookState:
-    """Compresses the gradient exchange of a DDP model from now on. Collective.
-
-    Args:
-        ddp: a DistributedDataParallel without a communication hook.
-        compressor: see :class:`HookState`; the default is dense, and equals plain DDP bit for bit.
-        **options: those of :class:`HookState`.
-
-    Returns:
-        The hook's state: ``plan``, ``stats()``, ``state_dict()``, ``load_state_dict()``.
-
-    Raises:
-        TypeError: not a DDP model.
-        ValueError: a hook is registered already; and whatever :class:`HookState` raises.
-    """
-    try:
-        check_ddp(ddp)
-    except (TypeError, ValueError) as e:
-        publish_absence(getattr(ddp, "process_group", options.get("process_group") or dist.group.WORLD), e)
-        raise
-    state = HookState(ddp, compressor, **options)
-    ddp.register_comm_hook(state, hook)
-    return state
-
-
 def _signal(done: threading.Event, future: Any) -> None:
     done.set()
-
-
-def _calling(method: "weakref.WeakMethod[Any]") -> Any:
-    """A function that calls a method without keeping its object alive."""
-
-    def call() -> bool:
-        alive = method()
-        return alive is not None and bool(alive())
-
-    return call
-
-
-def _check_factors(module: nn.Module, on_stream: bool) -> None:
-    if not isinstance(module, DistributedDataParallel):
-        raise ValueError("factors are caught in the DDP model's passes: attach to the DistributedDataParallel itself")
-    if on_stream:
-        raise ValueError("factors are not exchanged over NCCL yet: use Gloo, or another route")
 
 
 def _check_count(name: str, value: object) -> None:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,6 +19,8 @@ from commlib.exchange.item import World
 from commlib.factors.order import Order
 from commlib.factors.tap import Tap
 from commlib.factors.trip import Habit, Trip
+from commlib.model import linear_layers
+from commlib.route import Plan
 
 
 class FactorLayers:
@@ -26,32 +29,65 @@ class FactorLayers:
     Args:
         ddp: the model.
         modules: name → layer, those whose factors are exchanged; the same, in the same order, on every rank.
-        group: a process group for their first rounds alone.
         world: this rank.
-        on: whether the step under way exchanges factors (not in a dense warm-up).
+        on: whether the step under way exchanges factors (not in a dense warm-up); False once its object is gone.
     """
 
     def __init__(
         self,
         ddp: DistributedDataParallel,
         modules: Mapping[str, nn.Linear],
-        group: Any,
         world: World,
-        on: Callable[[], bool],
+        on: weakref.WeakMethod[Callable[[], bool]],
     ) -> None:
-        self._group, self._world, self._on = group, world, on
+        self._ddp, self._modules, self._world, self._on = weakref.ref(ddp), modules, world, on
         self._order = Order(list(modules)[::-1])  # the backward pass meets the last first, mostly
         self._habits = {name: Habit() for name in modules}
         self._trips: dict[str, Trip] = {}
         self._issued: set[str] = set()
         self._syncing = False
+        self._taps: dict[str, Tap] = {}
+        self._before: Any = None
+        self._group: Any = None
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, plan: Plan, world: World, on: weakref.WeakMethod[Callable[[], bool]]
+    ) -> FactorLayers | None:
+        """For the layers that a plan sends as factors; None if there are none.
+
+        Raises:
+            ValueError: the module is not the DDP model.
+        """
+        names = {p.spec.layer for p in plan if p.route.exchange == "factors"}
+        if not names:
+            return None
+        if not isinstance(module, DistributedDataParallel):
+            raise ValueError(
+                "factors are caught in the DDP model's passes: attach to the DistributedDataParallel itself"
+            )
+        return cls(module, {n: m for n, m in linear_layers(module.module).items() if n in names}, world, on)
+
+    def terms(self) -> dict[str, str]:
+        """What ranks must have in common: every rank multiplies for itself, and must come to the same bits."""
+        return {
+            "arithmetic": f"{torch.__version__}, {torch.backends.cpu.get_cpu_capability()}",
+            "threads": str(torch.get_num_threads()),
+        }
+
+    def tap(self, group: Any) -> None:
+        """Put the taps on; ``group`` is a process group for their first rounds alone."""
+        ddp = self._ddp()
+        assert ddp is not None
+        self._group = group
         owner = weakref.proxy(self)  # or model, taps and hook would keep each other alive
-        self._taps = {name: Tap(name, module, owner) for name, module in modules.items()}
+        self._taps = {name: Tap(name, module, owner) for name, module in self._modules.items()}
         self._before = ddp.register_forward_pre_hook(_Begin(weakref.ref(self)))
 
     def remove(self) -> None:
         """Make the layers plain again; more than once does no harm."""
-        self._before.remove()
+        if self._before is not None:
+            self._before.remove()
         for tap in self._taps.values():
             tap.remove()
         self._taps = {}
@@ -60,7 +96,8 @@ class FactorLayers:
 
     def on(self) -> bool:
         """As :meth:`commlib.factors.tap.Owner.on`."""
-        return self._on()
+        asked = self._on()
+        return asked is not None and asked()
 
     def syncing(self) -> bool:
         """As :meth:`commlib.factors.tap.Owner.syncing`."""

@@ -45,7 +45,7 @@ class FactorLayers:
         self._habits = {name: Habit() for name in modules}
         self._trips: dict[str, Trip] = {}
         self._issued: set[str] = set()
-        self._syncing = False
+        self._armed = self._syncing = False
         self._taps: dict[str, Tap] = {}
         self._before: Any = None
         self._group: Any = None
@@ -97,7 +97,7 @@ class FactorLayers:
     def on(self) -> bool:
         """As :meth:`commlib.factors.tap.Owner.on`."""
         asked = self._on()
-        return asked is not None and asked()
+        return self._armed and asked is not None and asked()
 
     def syncing(self) -> bool:
         """As :meth:`commlib.factors.tap.Owner.syncing`."""
@@ -135,19 +135,20 @@ class FactorLayers:
 
     def end_step(self) -> None:
         """DDP has asked for all buckets."""
+        self._armed = False  # what is called now, on one rank perhaps, does not go through DDP
         self._order.restart()
         self._trips.clear()
         self._issued.clear()
 
     def begin(self, syncing: bool) -> None:
         """A forward pass of the DDP model begins."""
-        self._syncing = syncing
         if self._trips:  # the last backward pass broke off
             for trip in self._trips.values():
                 trip.give_up("the backward pass broke off before this layer's factors could leave")
             for tap in self._taps.values():
                 tap.take()
             self.end_step()
+        self._armed, self._syncing = torch.is_grad_enabled(), syncing
 
     def _trip(self, name: str) -> Trip:
         if name not in self._trips:

@@ -67,7 +67,7 @@ class Trip:
         self.n, self.m = shape
         self.world = world
         self._habit, self._room, self._device = habit, habit.room, device
-        self._next = Room()
+        self._first = self._next = habit.room
         self._rows: list[Rows] = []
         self._dtype, self._flags = self._room.dtype, 0
         self._out = torch.empty(0)
@@ -119,7 +119,7 @@ class Trip:
 
     def wire_bytes(self) -> float:
         """Bytes this rank sends in the first round, in a ring."""
-        return (self.world.size - 1) * self._nbytes(self._habit.room)
+        return (self.world.size - 1) * self._nbytes(self._first)
 
     def _gather(self, group: Any, room: Room, fits: bool) -> None:
         payload = torch.zeros(self._nbytes(room), dtype=torch.uint8, device=self._device)

@@ -98,8 +98,20 @@ def under_autocast(ddp: DistributedDataParallel, world: World) -> None:
     loss.backward()
 
 
+def beside_ddp(ddp: DistributedDataParallel, world: World) -> None:
+    """Rank 0 alone uses the module itself, after a step and after an evaluation; the next step adds to what it left."""
+    plain(ddp, world)
+    for look in range(2):
+        if look:
+            with torch.no_grad():
+                ddp(data(world, 3))
+        if world.rank == 0:
+            ddp.module(data(world, 5, 9)).square().mean().backward()
+    plain(ddp, world)
+
+
 STEPS: dict[str, Callable[[DistributedDataParallel, World], None]] = {
-    f.__name__: f for f in (plain, unequal, three_dimensions, accumulated, without_no_sync, under_autocast)
+    f.__name__: f for f in (plain, unequal, three_dimensions, accumulated, without_no_sync, under_autocast, beside_ddp)
 }
 KINDS = ("plain", "twice", "tied", "unused", "checkpoint", "reentrant")
 

@@ -1,0 +1,131 @@
+"""One layer's rows on their way, all ranks in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from commlib.exchange.item import World
+from commlib.factors.trip import Habit, Room, Trip
+
+N, M = 5, 7
+CPU = torch.device("cpu")
+
+
+class Meeting:
+    """An all-gather that happens when the last rank has come."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.outs: list[Tensor] = []
+        self.payloads: list[Tensor] = []
+
+    def _allgather_base(self, out: Tensor, payload: Tensor) -> Any:
+        assert len({len(p) for p in [*self.payloads, payload]}) == 1, "ranks send different numbers of bytes"
+        self.outs.append(out)
+        self.payloads.append(payload.clone())
+        if len(self.outs) == self.size:
+            for o in self.outs:
+                o.copy_(torch.cat(self.payloads))
+            self.outs, self.payloads = [], []
+        return self
+
+    def wait(self) -> None:
+        assert not self.outs, "a rank is missing"
+
+
+@dataclasses.dataclass
+class Step:
+    """What every rank has: rows in one or more calls, and whether there is gradient besides."""
+
+    calls: list[list[int]]
+    dirty: list[bool]
+    half: bool
+
+
+STEP = st.integers(1, 4).flatmap(
+    lambda size: st.lists(
+        st.builds(
+            Step,
+            calls=st.lists(st.lists(st.integers(0, 3), max_size=2), min_size=size, max_size=size),
+            dirty=st.lists(st.booleans(), min_size=size, max_size=size),
+            half=st.booleans(),
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+
+
+def rows(k: int, gen: torch.Generator, half: bool) -> tuple[Tensor, Tensor]:
+    dtype = torch.bfloat16 if half else torch.float32
+    return torch.randn(k, M, generator=gen).to(dtype), torch.randn(k, N, generator=gen).to(dtype)
+
+
+@given(STEP)
+def test_all_ranks_get_all_rows_or_know_that_the_matrices_must_be_summed(steps: list[Step]) -> None:
+    size = len(steps[0].calls)
+    gen = torch.Generator().manual_seed(0)
+    habits = [Habit() for _ in range(size)]
+    for step in steps:
+        group = Meeting(size)
+        trips = [Trip((N, M), habit, World(r, size), CPU) for r, habit in enumerate(habits)]
+        had = [[rows(k, gen, step.half) for k in calls] for calls in step.calls]
+        for trip, mine, dirty in zip(trips, had, step.dirty, strict=True):
+            trip.start(mine, dirty, group)
+        for trip in trips:
+            trip.wait()
+        ways = {trip.way() for trip in trips}
+        assert len(ways) == 1
+        way = ways.pop()
+        if any(step.dirty):
+            assert way == "summed"
+        if way == "again":
+            assert len({trip.again(group) for trip in trips}) == 1
+            assert all(trip.again(group) == 0.0 for trip in trips)  # the layer's other parameter finds it started
+        if way == "summed":
+            for trip, mine in zip(trips, had, strict=True):
+                own = trip.own()
+                assert (own is None) == (not mine)
+                if own is not None:
+                    assert torch.equal(own[0], torch.cat([u for u, _ in mine]).float())
+        else:
+            everyone = [trip.everyone() for trip in trips]
+            everything = [r for mine in had for r in mine]
+            us = torch.cat([u for u, _ in everything]) if everything else torch.empty(0, M)
+            vs = torch.cat([v for _, v in everything]) if everything else torch.empty(0, N)
+            for u, v in everyone:
+                assert torch.equal(u, us.float())
+                assert torch.equal(v, vs.float() / size)
+        assert len({(h.room.rows, h.room.dtype) for h in habits}) == 1  # so the next payloads are alike
+
+
+def test_room_is_what_was_needed_lately_and_is_given_up_after_twenty_steps() -> None:
+    habit = Habit()
+    assert habit.room == Room(0)
+    for needed in (4, 9, 4):
+        habit.saw(needed, torch.float32)
+    assert habit.room.rows == 9
+    for _ in range(19):
+        habit.saw(4, torch.float32)
+    assert habit.room.rows == 4
+
+
+def test_a_trip_that_never_starts_says_so() -> None:
+    trip = Trip((N, M), Habit(), World(0, 2), CPU)
+    trip.give_up("the backward pass broke off")
+    with pytest.raises(Exception, match="broke off"):
+        trip.wait()
+
+
+def test_rows_of_an_odd_dtype_are_refused() -> None:
+    trip = Trip((N, M), Habit(), World(0, 1), CPU)
+    odd = torch.zeros(1, M, dtype=torch.complex64), torch.zeros(1, N, dtype=torch.complex64)
+    with pytest.raises(TypeError, match="complex64"):
+        trip.start([odd], False, Meeting(1))

@@ -79,7 +79,7 @@ class HookState:
             if not timeout > 0:
                 raise ValueError(f"timeout must be a number of seconds > 0, got {timeout!r}")
             inner = module.module if isinstance(module, DistributedDataParallel) else module
-            specs = layer_specs(inner)
+            specs = layer_specs(inner, getattr(module, "parameters_to_ignore", ()))
             if isinstance(compressor, dict):
                 check_frozen_integers(inner, compressor)
             device = one_device(specs)

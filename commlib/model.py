@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -39,15 +39,19 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {_plain(n): p for n, p in module.named_parameters() if p.requires_grad}
 
 
-def layer_specs(module: nn.Module) -> list[LayerSpec]:
+def layer_specs(module: nn.Module, left_out: Collection[str] = ()) -> list[LayerSpec]:
     """The specs of :func:`trained_parameters`, in the same order.
+
+    Args:
+        module: the model inside DDP.
+        left_out: parameters that DDP does not reduce; they have no factors to exchange.
 
     Raises:
         TypeError: a trained parameter is not real floating point.
         ValueError: an embedding with ``sparse=True``; nothing to train.
     """
     kinds = _kinds(module)
-    layers = {id(p): name for name, m in linear_layers(module).items() for p in m.parameters()}
+    layers = {id(p): name for name, m in linear_layers(module, left_out).items() for p in m.parameters()}
     specs = [
         LayerSpec(name, tuple(p.shape), p.dtype, p.device, kinds.get(name, "other"), layer=layers.get(id(p)))
         for name, p in trained_parameters(module).items()
@@ -57,18 +61,20 @@ def layer_specs(module: nn.Module) -> list[LayerSpec]:
     return specs
 
 
-def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
+def linear_layers(module: nn.Module, left_out: Collection[str] = ()) -> dict[str, nn.Linear]:
     """Name → layer for every ``nn.Linear`` whose gradient is made of the rows that pass through it, and of no others.
 
-    Those are plain ones (a subclass may do anything) with trained parameters that no other module has.
+    Those are plain ones (a subclass may do anything) with trained parameters that no other module has, none of them
+    ``left_out`` of DDP (names as ``named_parameters`` has them).
     """
+    ignored = {id(p) for name, p in module.named_parameters() if name in left_out}
     modules = dict(module.named_modules())
     uses = collections.Counter(id(p) for m in modules.values() for p in m._parameters.values() if p is not None)
     found = {}
     for name, m in modules.items():
         if type(m) is nn.Linear and set(m._parameters) == {"weight", "bias"}:  # neither parametrized nor normed
             own = [p for p in m._parameters.values() if p is not None]
-            if own and all(p.requires_grad and uses[id(p)] == 1 for p in own):
+            if own and all(p.requires_grad and uses[id(p)] == 1 and id(p) not in ignored for p in own):
                 found[_plain(name)] = m
     return found
 

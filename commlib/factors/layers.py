@@ -45,6 +45,7 @@ class FactorLayers:
         self._habits = {name: Habit() for name in modules}
         self._trips: dict[str, Trip] = {}
         self._issued: set[str] = set()
+        self._asked: set[str] = set()
         self._armed = self._syncing = False
         self._taps: dict[str, Tap] = {}
         self._before: Any = None
@@ -116,6 +117,7 @@ class FactorLayers:
         Raises:
             ValueError: the layer has gradient that did not come from its rows, and it was too late to say so.
         """
+        self._asked.add(name)
         self.complete(name)
         tap = self._taps[name]
         if name in self._issued and (tap.foreign or not tap.empty() or (tap.altered() and self._early(name))):
@@ -134,11 +136,25 @@ class FactorLayers:
         return self._trip(name).count > 0
 
     def end_step(self) -> None:
-        """DDP has asked for all buckets."""
+        """DDP has asked for all buckets.
+
+        Raises:
+            ValueError: but not for a layer that is tapped, so nobody would write its gradient.
+        """
+        missing = [name for name in self._taps if name not in self._asked]
+        if missing and (self._asked or self._issued):  # neither, in a dense warm-up
+            raise ValueError(
+                f"DDP does not reduce {', '.join(missing)}: frozen, or left out, when the model was wrapped. Wrap it "
+                f'anew, or give the layer another route, for example {{"{missing[0]}.*": "none"}}'
+            )
+        self._reset()
+
+    def _reset(self) -> None:
         self._armed = False  # what is called now, on one rank perhaps, does not go through DDP
         self._order.restart()
         self._trips.clear()
         self._issued.clear()
+        self._asked.clear()
 
     def begin(self, syncing: bool) -> None:
         """A forward pass of the DDP model begins."""
@@ -147,7 +163,7 @@ class FactorLayers:
                 trip.give_up("the backward pass broke off before this layer's factors could leave")
             for tap in self._taps.values():
                 tap.take()
-            self.end_step()
+            self._reset()
         self._armed, self._syncing = torch.is_grad_enabled(), syncing
 
     def _trip(self, name: str) -> Trip:

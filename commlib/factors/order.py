@@ -38,10 +38,6 @@ class Order:
             self._issued += 1
         return self.names[start : self._issued]
 
-    def done(self) -> bool:
-        """Whether all have been issued."""
-        return self._issued == len(self.names)
-
     def restart(self) -> None:
         """The next step begins."""
         self._ready.clear()

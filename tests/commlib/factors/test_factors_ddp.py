@@ -157,6 +157,32 @@ def test_a_layer_that_shares_its_weight_is_dense_and_a_bias_goes_with_its_weight
     }
 
 
+def not_reduced(world: World, how: str) -> tuple[str, bool]:
+    module = Twice("plain")
+    if how == "ignored":
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["b.weight", "b.bias"])
+    module.b.requires_grad_(how == "ignored")
+    ddp = DistributedDataParallel(module, bucket_cap_mb=0.001)
+    module.b.requires_grad_(True)
+    comm = commlib.attach(ddp, "factors", min_size=0)
+    try:
+        plain(ddp, world)
+    except Exception as e:
+        return str(e), False
+    finally:
+        comm.close()
+    return "", module.b.weight.grad is not None and bool(module.b.weight.grad.any())
+
+
+def test_a_layer_that_ddp_ignores_keeps_its_own_gradient(fleet: Fleet) -> None:
+    assert fleet.run(2, not_reduced, "ignored") == [("", True)] * 2
+
+
+def test_a_layer_frozen_when_the_model_was_wrapped_is_an_error_that_names_it(fleet: Fleet) -> None:
+    for said, _ in fleet.run(2, not_reduced, "frozen"):
+        assert "DDP does not reduce b: frozen" in said
+
+
 def elsewhere(world: World) -> str:
     ddp = DistributedDataParallel(Twice("elsewhere"), bucket_cap_mb=0.001)
     comm = commlib.attach(ddp, "factors", min_size=0)

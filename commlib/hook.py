@@ -85,7 +85,8 @@ class HookState:
             device = one_device(specs)
             self.plan: Plan = make_plan(specs, compressor, world=self.world.size, min_size=min_size)
             self._scale = LossScale(scaler, module)
-            self._factors = FactorLayers.of(module, self.plan, self.world, weakref.WeakMethod(self._with_factors))
+            by_rows = {p.spec.layer for p in self.plan if p.route.exchange == "factors" and p.spec.layer is not None}
+            self._factors = FactorLayers.of(module, by_rows, self.world, weakref.WeakMethod(self._with_factors))
             if self._factors is not None and waits_on_stream(self._group, device):
                 raise ValueError("factors are not exchanged over NCCL yet: use Gloo, or another route")
         except Exception as e:

@@ -10,7 +10,7 @@ from commlib.bench.record import Record
 from commlib.bench.report import Row
 from commlib.errors import MissingDependency
 
-from .fit import FROM
+from commlib.line import FROM
 from .sizes import show_size
 from .table import title
 

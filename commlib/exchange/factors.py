@@ -43,12 +43,18 @@ def owned(codec: Compressor, spec: LayerSpec, world: World) -> Stripe | None:
 
 
 def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
-    """Wait for the rows; gather them again or sum the matrices where the headers ask for it; multiply."""
+    """Wait for the rows; gather them again or sum the matrices where any rank asks for it; multiply.
+
+    Headers have left with the rows, perhaps before a rank knew that there would be other gradient. So one word a
+    layer travels with the bucket, when that is certain.
+    """
     trips = [(item, _trip(item)) for item in items]
-    yield [First(trip, _payers(item)) for item, trip in trips]
+    late = torch.tensor([trip.late for _, trip in trips], dtype=torch.int32, device=items[0].grad.device)
+    yield [*(First(trip, _payers(item)) for item, trip in trips), AllReduce(late)]
+    heard = [trip.way() for _, trip in trips]
+    ways = ["summed" if n else way for n, way in zip(late.tolist(), heard, strict=True)]
     second: list[Collective] = []
-    for item, trip in trips:
-        way = trip.way()
+    for way, (item, trip) in zip(ways, trips, strict=True):
         if way == "again":
             second.append(Again(trip, _payers(item)))
         elif way == "summed":
@@ -58,8 +64,8 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
             second.append(AllReduce(item.grad, [(item.meter, item.grad.nbytes)]))
     if second:
         yield second
-    for item, trip in trips:
-        if trip.way() != "summed":
+    for way, (item, trip) in zip(ways, trips, strict=True):
+        if way != "summed":
             with item.meter.phase("decompress"):
                 _write(item, trip.everyone())
 

@@ -8,7 +8,7 @@ pass, and only that one issues first rounds, on a process group that carries not
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from commlib.factors.order import Order
 from commlib.factors.tap import Tap
 from commlib.factors.trip import Habit, Trip
 from commlib.model import linear_layers
-from commlib.route import Plan
+
+Watch = Callable[[str, int], None]
+"""Told the name of a layer and how many rows have come, when its backward pass begins."""
 
 
 class FactorLayers:
@@ -28,7 +30,7 @@ class FactorLayers:
 
     Args:
         ddp: the model.
-        modules: name → layer, those whose factors are exchanged; the same, in the same order, on every rank.
+        modules: name → layer, those whose factors may be exchanged; the same, in the same order, on every rank.
         world: this rank.
         on: whether the step under way exchanges factors (not in a dense warm-up); False once its object is gone.
     """
@@ -41,7 +43,6 @@ class FactorLayers:
         on: weakref.WeakMethod[Callable[[], bool]],
     ) -> None:
         self._ddp, self._modules, self._world, self._on = weakref.ref(ddp), modules, world, on
-        self._order = Order(list(modules)[::-1])  # the backward pass meets the last first, mostly
         self._habits = {name: Habit() for name in modules}
         self._trips: dict[str, Trip] = {}
         self._issued: set[str] = set()
@@ -50,17 +51,18 @@ class FactorLayers:
         self._taps: dict[str, Tap] = {}
         self._before: Any = None
         self._group: Any = None
+        self.watch: Watch | None = None
+        self.activate(list(modules)[::-1])  # the backward pass meets the last first, mostly
 
     @classmethod
     def of(
-        cls, module: nn.Module, plan: Plan, world: World, on: weakref.WeakMethod[Callable[[], bool]]
+        cls, module: nn.Module, names: Collection[str], world: World, on: weakref.WeakMethod[Callable[[], bool]]
     ) -> FactorLayers | None:
-        """For the layers that a plan sends as factors; None if there are none.
+        """For the layers of these names; None if there are none.
 
         Raises:
             ValueError: the module is not the DDP model.
         """
-        names = {p.spec.layer for p in plan if p.route.exchange == "factors"}
         if not names:
             return None
         if not isinstance(module, DistributedDataParallel):
@@ -68,6 +70,20 @@ class FactorLayers:
                 "factors are caught in the DDP model's passes: attach to the DistributedDataParallel itself"
             )
         return cls(module, {n: m for n, m in linear_layers(module.module).items() if n in names}, world, on)
+
+    def activate(self, order: Sequence[str], rows: Mapping[str, int] | None = None) -> None:
+        """From the next step on, these layers exchange factors, in this order; alike on every rank.
+
+        Only between an exchange and the next forward pass.
+
+        Args:
+            order: names of layers.
+            rows: layer → rows to have room for; others have what they had lately.
+        """
+        self._order = Order(order)
+        self._active = frozenset(order)
+        for name, count in (rows or {}).items():
+            self._habits[name].expect(count)
 
     def terms(self) -> dict[str, str]:
         """What ranks must have in common: every rank multiplies for itself, and must come to the same bits."""
@@ -95,10 +111,19 @@ class FactorLayers:
 
     # -- what taps ask and tell --
 
-    def on(self) -> bool:
+    def on(self, name: str) -> bool:
         """As :meth:`commlib.factors.tap.Owner.on`."""
         asked = self._on()
-        return self._armed and asked is not None and asked()
+        return self._armed and name in self._active and asked is not None and asked()
+
+    def watching(self) -> bool:
+        """As :meth:`commlib.factors.tap.Owner.watching`."""
+        return self.watch is not None and self._armed
+
+    def sighted(self, name: str, rows: int) -> None:
+        """As :meth:`commlib.factors.tap.Owner.sighted`."""
+        if self.watch is not None:
+            self.watch(name, rows)
 
     def syncing(self) -> bool:
         """As :meth:`commlib.factors.tap.Owner.syncing`."""
@@ -112,28 +137,14 @@ class FactorLayers:
     # -- what the hook asks --
 
     def trip(self, name: str) -> Trip:
-        """The layer's trip in this step. DDP asks for its bucket: what has not come until now will not.
-
-        Raises:
-            ValueError: the layer has gradient that did not come from its rows, and it was too late to say so.
-        """
+        """The layer's trip in this step. DDP asks for its bucket: what has not come until now will not."""
         self._asked.add(name)
         self.complete(name)
-        tap = self._taps[name]
-        if name in self._issued and (tap.foreign or not tap.empty() or (tap.altered() and self._early(name))):
+        tap, trip = self._taps[name], self._trip(name)
+        if name in self._issued and (tap.foreign or not tap.empty()):  # called again, or its weight is used elsewhere
             tap.foreign = False
-            tap.take()
-            raise ValueError(
-                f"{name} gets gradient besides that of its own forward pass (its weight is used elsewhere, it was "
-                "called again after its rows had left, or a hook changes it): its factors are not all of it. Give it "
-                "another route, "
-                f'for example {{"{name}.*": "none"}}'
-            )
-        return self._trip(name)
-
-    def _early(self, name: str) -> bool:
-        """Whether rows have left in place of a gradient."""
-        return self._trip(name).count > 0
+            trip.add(tap.take())
+        return trip
 
     def end_step(self) -> None:
         """DDP has asked for all buckets.
@@ -141,7 +152,7 @@ class FactorLayers:
         Raises:
             ValueError: but not for a layer that is tapped, so nobody would write its gradient.
         """
-        missing = [name for name in self._taps if name not in self._asked]
+        missing = [name for name in self._order.names if name not in self._asked]
         if missing and (self._asked or self._issued):  # neither, in a dense warm-up
             raise ValueError(
                 f"DDP does not reduce {', '.join(missing)}: frozen, or left out, when the model was wrapped. Wrap it "

@@ -7,11 +7,10 @@ DDP's bucket becomes ready as always, and the exchange writes the mean gradient 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 Rows = tuple[Tensor, Tensor]
@@ -21,8 +20,14 @@ Rows = tuple[Tensor, Tensor]
 class Owner(Protocol):
     """Who knows what step it is."""
 
-    def on(self) -> bool:
-        """Whether factors are exchanged in the step under way; if not, a tapped layer is as good as a plain one."""
+    def on(self, name: str) -> bool:
+        """Whether this layer's factors are exchanged in the step under way; if not, it is as good as a plain one."""
+
+    def watching(self) -> bool:
+        """Whether somebody wants to know of the rows of layers that are not on."""
+
+    def sighted(self, name: str, rows: int) -> None:
+        """So many rows of a layer that is not on have come; its weight gradient has not been computed yet."""
 
     def syncing(self) -> bool:
         """Whether this backward pass ends with an exchange (and not within ``no_sync``)."""
@@ -75,14 +80,17 @@ class Tap:
         weight, bias = self.module.weight, self.module.bias
         if not torch.is_grad_enabled():
             self._hidden |= self.module.training
-        if not (torch.is_grad_enabled() and self._owner.on()) or self.altered():
-            return functional.linear(x, weight, bias)
+        if not (torch.is_grad_enabled() and self._owner.on(self.name)) or self.altered():
+            y = functional.linear(x, weight, bias)
+            if y.requires_grad and self._owner.watching():
+                y.register_hook(self._sight)  # type: ignore[no-untyped-call]
+            return y
         self._calls += 1
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
-        y: Tensor = _Linear.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
-        return y
+        traced: Any = _Linear.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
+        return cast(Tensor, traced)
 
     def caught(self, x: Tensor, grad: Tensor) -> None:
         """The rows of one call, in the backward pass."""
@@ -105,11 +113,14 @@ class Tap:
         """Zeros that take no memory."""
         return self._zero.to(like.dtype).expand(like.shape)
 
+    def _sight(self, grad: Tensor) -> None:
+        self._owner.sighted(self.name, grad.numel() // grad.shape[-1])
+
     def _watch(self, grad: Tensor) -> None:
         """Sees all gradient of a parameter: what is not the placeholder came from elsewhere, as a penalty's does."""
         plain = all(s == 0 for s, n in zip(grad.stride(), grad.shape, strict=True) if n > 1)
         value = grad[(0,) * grad.dim()] if plain and grad.numel() else grad
-        if self._owner.on() and bool(value.any()):
+        if self._owner.on(self.name) and bool(value.any()):
             self.foreign = True
 
 
@@ -124,14 +135,30 @@ class _Linear(torch.autograd.Function):
         return functional.linear(x, w, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight, w = ctx.saved_tensors
         tap: Tap = ctx.tap
-        tap.caught(x, grad)  # first: they travel while the next line is computed
-        back = grad.matmul(weight if w is None else w) if ctx.needs_input_grad[0] else None
-        bias = tap.placeholder(tap.module.bias) if ctx.has_bias else None
-        return back, tap.placeholder(weight), bias, None
+        leave = _accumulates(ctx) and not torch.is_grad_enabled() and not tap.altered()
+        if leave:
+            tap.caught(x, grad)  # first: they travel while the next line is computed
+        back = grad.matmul(weight.to(x.dtype) if w is None or not leave else w) if ctx.needs_input_grad[0] else None
+        if leave:
+            bias = tap.placeholder(tap.module.bias) if ctx.has_bias else None
+            return back, tap.placeholder(weight), bias, None
+        flat = grad.reshape(-1, grad.shape[-1])
+        own = (flat.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype)
+        return back, own, flat.sum(0).to(weight.dtype) if ctx.has_bias else None, None
+
+
+def _accumulates(node: Any) -> bool:
+    """Whether this backward pass adds to the weight's and bias's ``grad``; not so in ``torch.autograd.grad``.
+
+    If not, or if somebody wants to differentiate what comes out, the gradient itself must be there.
+    """
+    try:
+        return all(torch._C._will_engine_execute_node(leaf) for leaf, _ in node.next_functions[1:] if leaf is not None)
+    except RuntimeError:  # they are what torch.autograd.grad was asked for
+        return False
 
 
 class _Tapped(nn.Linear):

@@ -47,6 +47,10 @@ class Habit:
         self.room = Room()
         self._needed: collections.deque[int] = collections.deque(maxlen=_LATELY)
 
+    def expect(self, rows: int) -> None:
+        """Have room for so many, of float32 unless steps have shown otherwise."""
+        self.saw(rows, self.room.dtype)
+
     def saw(self, rows: int, dtype: torch.dtype) -> None:
         """A step needed room for so many (0: it was not worth gathering)."""
         self._needed.append(rows)
@@ -69,6 +73,7 @@ class Trip:
         self._habit, self._room, self._device = habit, habit.room, device
         self._first = self._next = habit.room
         self._rows: list[Rows] = []
+        self.late = False
         self._dtype, self._flags = self._room.dtype, 0
         self._out = torch.empty(0)
         self._works: list[Any] = []
@@ -98,6 +103,14 @@ class Trip:
         self._flags = _DTYPES.index(self._dtype) + (_DIRTY if dirty else 0)
         self._gather(group, self._room, self.count <= self._room.rows and self._dtype == self._room.dtype)
         self._started.set()
+
+    def add(self, rows: Sequence[Rows]) -> None:
+        """There is gradient besides the rows that have left: these rows (already in no header), or other.
+
+        All ranks then sum the matrices, once they have heard of it (:mod:`commlib.exchange.factors`).
+        """
+        self._rows += rows
+        self.late = True
 
     def give_up(self, why: str) -> None:
         """It will never start: whoever waits is told."""
@@ -180,7 +193,7 @@ class Trip:
         with self._lock:
             if self._all is None:
                 self._all = self._unpack()
-                self._rows, self._out = [], torch.empty(0)
+                self._out = torch.empty(0)
             return self._all
 
     def _unpack(self) -> Rows:

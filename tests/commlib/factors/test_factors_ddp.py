@@ -43,7 +43,9 @@ class Twice(nn.Module):
         elif self.kind != "unused" or dist.get_rank() == 0:
             x = self.b(x).tanh()
         y: Tensor = self.c(x)
-        return y + self.a.weight.sum() if self.kind == "elsewhere" else y
+        if self.kind == "elsewhere" or (self.kind == "elsewhere on one" and dist.get_rank() == 1):
+            y = y + self.a.weight.square().sum()  # its gradient comes when the rows have left
+        return y
 
 
 def gradients(
@@ -113,7 +115,7 @@ def beside_ddp(ddp: DistributedDataParallel, world: World) -> None:
 STEPS: dict[str, Callable[[DistributedDataParallel, World], None]] = {
     f.__name__: f for f in (plain, unequal, three_dimensions, accumulated, without_no_sync, under_autocast, beside_ddp)
 }
-KINDS = ("plain", "twice", "tied", "unused", "checkpoint", "reentrant")
+KINDS = ("plain", "twice", "tied", "unused", "checkpoint", "reentrant", "elsewhere", "elsewhere on one")
 
 
 def compare(world: World, step: str, kind: str) -> tuple[float, bool]:
@@ -183,21 +185,46 @@ def test_a_layer_frozen_when_the_model_was_wrapped_is_an_error_that_names_it(fle
         assert "DDP does not reduce b: frozen" in said
 
 
-def elsewhere(world: World) -> str:
-    ddp = DistributedDataParallel(Twice("elsewhere"), bucket_cap_mb=0.001)
-    comm = commlib.attach(ddp, "factors", min_size=0)
-    try:
-        plain(ddp, world)
-    except Exception as e:
-        return str(e)
-    finally:
+class Critic(nn.Module):
+    """Its loss may take the gradient of its output for its input, as a gradient penalty does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.a(x).tanh())
+        return y
+
+
+def with_penalty(world: World, rule: Any) -> tuple[list[Tensor], Tensor]:
+    ddp = DistributedDataParallel(Critic(), bucket_cap_mb=0.001)
+    comm = None if rule is None else commlib.attach(ddp, rule, min_size=0)
+    x = data(world, 6).requires_grad_()
+    score = ddp(x)
+    direct = torch.autograd.grad(score.sum(), ddp.module.a.weight, retain_graph=True)[0]
+    slope = torch.autograd.grad(score.sum(), x, create_graph=True)[0]
+    (score.mean() + (slope.norm(dim=1) - 1).square().mean()).backward()
+    grads = [p.grad.clone() for p in ddp.parameters() if p.grad is not None]
+    if comm is not None:
         comm.close()
-    return "no error"
+    return grads, direct
 
 
-def test_gradient_from_elsewhere_is_an_error_that_names_the_layer(fleet: Fleet) -> None:
-    for said in fleet.run(2, elsewhere):
-        assert "a gets gradient besides that of its own forward pass" in said
+def penalised(world: World) -> tuple[float, bool, bool]:
+    ours, direct = with_penalty(world, "factors")
+    ddps, plain_direct = with_penalty(world, None)
+    off = max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-9)) for a, b in zip(ours, ddps, strict=True))
+    flat = torch.cat([g.reshape(-1) for g in ours])
+    return off, same_everywhere(world, flat), torch.allclose(direct, plain_direct)
+
+
+def test_autograd_grad_and_double_backward_see_the_gradient_itself(fleet: Fleet) -> None:
+    for off, same, direct in fleet.run(2, penalised):
+        assert off < BOUND
+        assert same
+        assert direct
 
 
 def rows_sent(world: World) -> list[float]:
@@ -215,11 +242,12 @@ def test_after_the_dense_steps_and_a_first_one_only_rows_and_a_header_travel(fle
     weights = [(48, 64), (48, 48), (5, 48)]
     dense = sum(n * m + n for n, m in weights) * 4  # between two ranks a ring sends each value once
     rows = sum(8 * (n + m) * 4 + 16 for n, m in weights[:2])
+    words = 6 * 4  # one for each weight and bias: nothing has come late
     small = 16 + (5 * 48 + 5) * 4  # a header that says: fewer bytes in all if we sum the matrices
     for sent in fleet.run(2, rows_sent):
         assert sent[:2] == [dense, dense]
-        assert sent[2] == rows + small + 2 * 16  # the headers said that there was no room yet
-        assert sent[3:] == [rows + small] * 2
+        assert sent[2] == rows + small + words + 2 * 16  # the headers said that there was no room yet
+        assert sent[3:] == [rows + small + words] * 2
 
 
 def events(world: World) -> list[str]:

@@ -1,0 +1,75 @@
+"""Which layers shall leave dense, given what each way costs: as few as get the step's time. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from commlib.overlap import Pass, finish
+from commlib.price import Way
+
+MARGIN = 0.02
+"""A change that shortens a step by a smaller share is not worth making."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A way for every layer.
+
+    Args:
+        ways: layer → what it takes.
+        reasons: layer → why, in words.
+        dense_s: predicted seconds of a step with all layers dense.
+        seconds: predicted seconds of a step.
+    """
+
+    ways: Mapping[str, Way]
+    reasons: Mapping[str, str]
+    dense_s: float
+    seconds: float
+
+
+def choose(p: Pass, dense: Mapping[str, Way], others: Mapping[str, Sequence[Way]], margin: float = MARGIN) -> Choice:
+    """The fewest changes from dense that come within ``margin`` of the shortest step.
+
+    A layer's best other way is the one that costs least by itself. Layers are changed in the order of what that
+    saves; so a layer whose transfer hides behind the backward pass stays dense, for changing it saves nothing.
+
+    Args:
+        p: a step that was all dense.
+        dense: every layer's dense way.
+        others: what else a layer may take; a layer may be missing.
+        margin: share of the dense step's time.
+
+    Raises:
+        KeyError: as :func:`commlib.overlap.finish`.
+    """
+    best = {name: min(ways, key=lambda w: w.alone_s) for name, ways in others.items() if ways}
+    gains = {name: dense[name].alone_s - way.alone_s for name, way in best.items()}
+    order = sorted((n for n, gain in gains.items() if gain > 0), key=lambda n: -gains[n])
+    times = [finish(p, dense)]
+    taken = dict(dense)
+    for name in order:
+        taken[name] = best[name]
+        times.append(finish(p, taken))
+    slack = margin * times[0]
+    count = next(i for i, t in enumerate(times) if t <= min(times) + slack)
+    changed = order[:count]
+    ways = {**dense, **{name: best[name] for name in changed}}
+    reasons = {n: _why(dense[n], best.get(n), n in changed) for n in dense}
+    return Choice(ways, reasons, times[0], times[count])
+
+
+def _why(dense: Way, best: Way | None, changed: bool) -> str:
+    if best is None:
+        return "has no other way"
+    costs = f"{best.route} would cost {_ms(best.alone_s)}, dense costs {_ms(dense.alone_s)}"
+    if changed:
+        return f"costs {_ms(best.alone_s)}, dense would cost {_ms(dense.alone_s)}"
+    if best.alone_s >= dense.alone_s:
+        return costs
+    return f"{costs}, but dense hides behind the backward pass or saves too little"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,75 @@
+"""What the link does to a collective: α seconds, and β for every byte a rank sends. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """Seconds of a collective: ``alpha + beta · bytes``.
+
+    Args:
+        alpha: seconds it takes without any bytes.
+        beta: seconds for each byte that a rank sends.
+
+    Raises:
+        ValueError: one of them is negative or not finite.
+    """
+
+    alpha: float
+    beta: float
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "beta"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} of a link must be a number ≥ 0, got {getattr(self, name)!r}")
+
+    def seconds(self, sent: float) -> float:
+        """Of a collective in which each rank sends so many bytes."""
+        return self.alpha + self.beta * sent
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """The collectives a plan counts with, between ``world`` ranks.
+
+    Bytes are those a rank *sends*: 2(P − 1)/P of a tensor for a ring all-reduce, P − 1 payloads for an all-gather.
+    So on one link both have about the same β; their α differ.
+
+    Args:
+        world: P.
+        all_reduce: of gradients.
+        all_gather: of payloads.
+
+    Raises:
+        ValueError: fewer than one rank.
+    """
+
+    world: int
+    all_reduce: Line
+    all_gather: Line
+
+    def __post_init__(self) -> None:
+        if self.world < 1:
+            raise ValueError(f"a link joins at least one rank, got {self.world}")
+
+    @classmethod
+    def ring(cls, world: int, gbit_s: float, latency_s: float) -> Link:
+        """Of rings on full-duplex lines.
+
+        Args:
+            world: P.
+            gbit_s: what a rank can send, Gbit/s.
+            latency_s: of one message between neighbours.
+
+        Raises:
+            ValueError: a bandwidth that is not positive, a negative latency.
+        """
+        if not 0 < gbit_s < math.inf:
+            raise ValueError(f"the bandwidth of a link must be more than 0 Gbit/s, got {gbit_s!r}")
+        if not 0 <= latency_s < math.inf:
+            raise ValueError(f"the latency of a link must be a number of seconds ≥ 0, got {latency_s!r}")
+        beta = 8 / (gbit_s * 1e9)
+        return cls(world, Line(2 * (world - 1) * latency_s, beta), Line((world - 1) * latency_s, beta))

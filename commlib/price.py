@@ -1,0 +1,75 @@
+"""What a way of exchanging one layer costs, in seconds. Pure functions.
+
+The link's part, and what is computed for it: before (in the thread of the backward pass), after (where the exchange
+ends), and what the backward pass saves. One code prices a plan for a run under way and one on paper.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from commlib.link import Link
+
+_HEADER = 16  # bytes before a rank's rows: commlib.factors.trip
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One layer by one route.
+
+    Args:
+        route: what it is called: ``dense``, ``factors``, or a codec's spec.
+        sent: bytes a rank sends.
+        link_s: seconds that its bytes (and collectives of its own) occupy the link.
+        shared_s: seconds for each collective it shares with the layers of its bucket that take the same route.
+        before_s: of arithmetic in the backward pass, when its bucket is ready (compression).
+        after_s: of arithmetic once it has come through (decompression, the product of factors).
+        saved_s: of the backward pass that need not be computed.
+        early: it leaves when the layer's backward pass begins, and not with its bucket.
+    """
+
+    route: str
+    sent: float
+    link_s: float
+    shared_s: float
+    before_s: float = 0.0
+    after_s: float = 0.0
+    saved_s: float = 0.0
+    early: bool = False
+
+    @property
+    def alone_s(self) -> float:
+        """Seconds it costs if nothing overlaps."""
+        return self.link_s + self.before_s + self.after_s - self.saved_s
+
+
+def dense(nbytes: int, link: Link) -> Way:
+    """An all-reduce of the gradient; ``nbytes`` of it."""
+    sent = 2 * (link.world - 1) / link.world * nbytes
+    return Way("dense", sent, link.all_reduce.beta * sent, link.all_reduce.alpha)
+
+
+def factors(n: int, m: int, rows: int, link: Link, *, local_s: float, rebuild_s: float, itemsize: int = 4) -> Way:
+    """Rows of a linear layer to all ranks, and one product there (Xie et al., UAI 2016).
+
+    Args:
+        n: outputs of the layer.
+        m: inputs.
+        rows: K of a rank, those that there is room for.
+        link: all ranks' common one.
+        local_s: seconds of the weight gradient from K rows, which is not computed then.
+        rebuild_s: seconds of the product over all ranks' P·K rows.
+        itemsize: bytes of a value of the rows.
+    """
+    sent = (link.world - 1) * (_HEADER + rows * (n + m) * itemsize)
+    flags = link.all_reduce.alpha  # whether the rows are all there is: a word, once for a bucket
+    return Way("factors", sent, link.all_gather.seconds(sent), flags, after_s=rebuild_s, saved_s=local_s, early=True)
+
+
+def compressed(
+    route: str, sent: float, link: Link, *, gathers: int, reduces: int, before_s: float, after_s: float
+) -> Way:
+    """A payload by so many all-gathers (or all-to-alls) and all-reduces, which its bucket shares."""
+    shared = gathers * link.all_gather.alpha + reduces * link.all_reduce.alpha
+    beta = link.all_gather.beta if gathers else link.all_reduce.beta
+    return Way(route, sent, beta * sent, shared, before_s=before_s, after_s=after_s)

@@ -14,6 +14,7 @@ from commlib.compressor import Compressor, LayerSpec, LowRank, Memory, Slot
 from commlib.errors import CheckpointMismatch, CommlibError, MissingDependency, PeerLost, PlanMismatch
 from commlib.feedback import ErrorFeedback
 from commlib.hook import HookState, hook
+from commlib.policy import Exact
 from commlib.registry import make
 from commlib.route import Plan, Route
 from commlib.stats import LayerStats, Stats
@@ -23,6 +24,7 @@ __all__ = [
     "CommlibError",
     "Compressor",
     "ErrorFeedback",
+    "Exact",
     "HookState",
     "LayerSpec",
     "LayerStats",

@@ -18,12 +18,14 @@ class Choice:
 
     Args:
         ways: layer → what it takes.
+        dense: layer → its dense way.
         reasons: layer → why, in words.
         dense_s: predicted seconds of a step with all layers dense.
         seconds: predicted seconds of a step.
     """
 
     ways: Mapping[str, Way]
+    dense: Mapping[str, Way]
     reasons: Mapping[str, str]
     dense_s: float
     seconds: float
@@ -57,7 +59,7 @@ def choose(p: Pass, dense: Mapping[str, Way], others: Mapping[str, Sequence[Way]
     changed = order[:count]
     ways = {**dense, **{name: best[name] for name in changed}}
     reasons = {n: _why(dense[n], best.get(n), n in changed) for n in dense}
-    return Choice(ways, reasons, times[0], times[count])
+    return Choice(ways, dense, reasons, times[0], times[count])
 
 
 def _why(dense: Way, best: Way | None, changed: bool) -> str:

@@ -1,11 +1,11 @@
 """The communication hook: what it keeps between steps, and a step, bucket by bucket."""
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
-import contextlib
 import dataclasses
 import functools
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,11 +23,16 @@ from commlib.factors.layers import FactorLayers
 from commlib.groups import group_of, make_sequencer, sibling, waits_on_stream
 from commlib.handshake import agree, answer_roll_call, meeting_place, publish_failure
 from commlib.loss_scale import LossScale
+from commlib.manager.board import Board
+from commlib.manager.manager import Manager, may_choose
 from commlib.memory import MemoryStore
 from commlib.model import check_frozen_integers, layer_specs, one_device, trained_parameters
+from commlib.policy import Exact, Policy, policy_of
 from commlib.readback import Readback
 from commlib.route import Plan, Route, Rules, make_plan
 from commlib.stats import PHASES, LayerStats, Meter, Stats
+
+_EXACT = Exact()
 
 
 class HookState:
@@ -41,8 +46,9 @@ class HookState:
 
     Args:
         module: the DDP module, or the module inside it.
-        compressor: a spec string (``"onebit"``, ``"topk:ratio=0.01@gather"``), a Compressor, a Route, or rules:
-            a mapping from name patterns to those; the first that matches decides, no match is dense.
+        compressor: :class:`Exact` (or ``"auto"``), which chooses a route for each layer by measurement; or a spec
+            string (``"onebit"``, ``"topk:ratio=0.01@gather"``), a Compressor, a Route, or rules: a mapping from name
+            patterns to those; the first that matches decides, no match is dense.
         process_group: the DDP's own, or one of the same ranks; by default the DDP's (the default group, if
             ``module`` is not wrapped).
         scaler: the GradScaler in use, so that residuals follow when its scale moves.
@@ -60,7 +66,7 @@ class HookState:
     def __init__(
         self,
         module: nn.Module,
-        compressor: Rules = "none",
+        compressor: Rules | Policy = _EXACT,
         *,
         process_group: Any = None,
         scaler: Any = None,
@@ -83,9 +89,14 @@ class HookState:
             if isinstance(compressor, dict):
                 check_frozen_integers(inner, compressor)
             device = one_device(specs)
-            self.plan: Plan = make_plan(specs, compressor, world=self.world.size, min_size=min_size)
+            policy = policy_of(compressor)
+            rules: Rules = "none" if policy is not None or isinstance(compressor, Policy) else compressor
+            self._plan = make_plan(specs, rules, world=self.world.size, min_size=min_size)
             self._scale = LossScale(scaler, module)
-            by_rows = {p.spec.layer for p in self.plan if p.route.exchange == "factors" and p.spec.layer is not None}
+            by_rows = {p.spec.layer for p in self._plan if p.route.exchange == "factors" and p.spec.layer is not None}
+            if policy is not None:
+                by_rows, why = may_choose(module, self._group, specs, min_size)
+                self._plan = self._plan.because(str(policy), why)
             self._factors = FactorLayers.of(module, by_rows, self.world, weakref.WeakMethod(self._with_factors))
             if self._factors is not None and waits_on_stream(self._group, device):
                 raise ValueError("factors are not exchanged over NCCL yet: use Gloo, or another route")
@@ -94,34 +105,56 @@ class HookState:
             raise
         terms = {"commlib": commlib.__version__, "dense_steps": str(dense_steps), "seed": str(seed)}
         terms["scaler"] = "none" if scaler is None else "given"
-        if self._factors is not None:
+        if policy is not None:
+            terms["layers to choose for"] = ", ".join(sorted(by_rows))
+        elif self._factors is not None:
             terms |= self._factors.terms()
-        agree(self._group, self._key, {**terms, **self.plan.describe()}, self.world, timeout)
+        agree(self._group, self._key, {**terms, **self._plan.describe()}, self.world, timeout)
         self._names = {id(p): n for n, p in trained_parameters(inner).items()}
         self._specs = {s.name: s for s in specs}
         self._dense_steps, self._seed = dense_steps, seed
         self._meters = {s.name: Meter(s.device) for s in specs}
         self._store = MemoryStore()
-        self._watched = any(p.route.codec.slots(p.spec) or p.route.codec.random for p in self.plan) or dense_steps > 0
-        rounds = max(p.route.carrier().ROUNDS for p in self.plan)
+        self._manager: Manager | None = None
+        self._watched = any(p.route.codec.slots(p.spec) or p.route.codec.random for p in self._plan) or dense_steps > 0
+        rounds = 2 if self._factors is not None else max(p.route.carrier().ROUNDS for p in self._plan)
         self._lost_key = f"{self._key}/lost"
         self._sequencer = make_sequencer(self._group, self._lost_key, self.world, device, rounds)
         weakref.finalize(self, self._sequencer.close, wait=False)
         if self._factors is not None:
-            self._factors.tap(sibling(self._group, device))
+            own = sibling(self._group, device)
+            self._factors.tap(own, traced=policy is not None)
             weakref.finalize(self, self._factors.remove)
+            if policy is not None:
+                board = Board(self._group, self._key, self.world, timeout)
+                self._manager = Manager(specs, self._factors, board, own, self.world, self._meters)
         self._step = self._skipped = 0
         self._buckets: list[torch.futures.Future[Tensor]] = []  # of the step under way
         self._finite: list[Readback] = []
-        self._complete = self._discarded = self._undoable = False
+        self._complete = self._discarded = self._undoable = self._shadow = False
 
     # -- what a user calls ----------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """Layer by layer, how gradients travel now. Prints as a table."""
+        return self._plan if self._manager is None else self._manager.measured(self._plan)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the routes are chosen: at once by rule, by measurement after some steps. The same on all ranks."""
+        return self._manager is None or self._manager.settled
+
+    @property
+    def predicted_s(self) -> float | None:
+        """Seconds a step should take, all between two steps included; None if nobody has predicted it."""
+        return None if self._manager is None else self._manager.predicted_s
 
     def stats(self) -> Stats:
         """Bytes and seconds since attach, on this rank. On CUDA waits for what was timed."""
         self._settle()
         layers = {}
-        for p in self.plan:
+        for p in self._plan:
             meter = self._meters[p.spec.name]
             layers[p.spec.name] = LayerStats(
                 str(p.route), p.spec.numel, round(meter.wire), round(meter.dense), meter.seconds()
@@ -136,7 +169,7 @@ class HookState:
         Every rank has its own; save them all. :func:`commlib.merge_state_dicts` makes one of them.
         """
         self._settle()
-        return to_state(self.plan, self._store, self.world, self._step)
+        return to_state(self._plan, self._store, self.world, self._step)
 
     def load_state_dict(self, state: StateDict, *, drop_residuals: bool = False) -> None:
         """Takes over a state: this rank's own (same world size and routes), or a merged one (any).
@@ -150,7 +183,7 @@ class HookState:
         """
         self._settle()
         self._undoable = False
-        self._step = from_state(state, self.plan, self._store, self.world, drop_residuals=drop_residuals)
+        self._step = from_state(state, self._plan, self._store, self.world, drop_residuals=drop_residuals)
 
     def discard_step(self) -> None:
         """Declares that the optimizer will not apply the step just exchanged: it leaves no trace in any residual.
@@ -177,8 +210,7 @@ class HookState:
             self._settle(abandon=True)
             self._undoable = False
             self._store.rescale(self._scale.now())
-            with contextlib.suppress(RuntimeError):  # no backward pass: a rank that has joined shadows the others'
-                torch.autograd.Variable._execution_engine.queue_callback(self._raise_failure)
+            self._shadow = not _at_end_of_backward(self._finish)
         buffer = bucket.buffer()
         names = []
         routes: dict[str, list[Item]] = {}
@@ -187,12 +219,16 @@ class HookState:
             route = self._route(name)
             routes.setdefault(route.exchange, []).append(self._item(name, route, grad))
             names.append(name)
+        if self._manager is not None:
+            self._manager.bucket(names)
         label = f"bucket {bucket.index()} ({names[0]} … {names[-1]}) of step {self._step}"
         future = self._sequencer.submit(label, self._rounds(routes, buffer), buffer)
         self._buckets.append(future)
         self._complete = bucket.is_last()
         if self._complete and self._factors is not None:
             self._factors.end_step()
+        if self._complete and self._shadow:
+            self._review()
         return future
 
     def _name(self, parameter: Tensor) -> str:
@@ -204,17 +240,25 @@ class HookState:
             )
         return name
 
-    def _raise_failure(self) -> None:
+    def _finish(self) -> None:
         """Runs at the end of the backward pass, before DDP asks for the buckets: there our errors keep their type.
 
         (DDP reads futures in C++, where a Python exception is a value that is no tensor.)
         """
+        if self._manager is not None:
+            self._manager.backward_ended()
         for future in self._buckets:
             done = threading.Event()
             future.add_done_callback(functools.partial(_signal, done))
             while not done.wait(timeout=1.0):  # a slow link, or a rank that is gone
                 answer_roll_call(self._group, self._lost_key, self.world)
             future.wait()
+        self._review()
+
+    def _review(self) -> None:
+        """Between two steps: routes may change now. (A rank that has joined comes here once it has issued its part.)"""
+        if self._manager is not None and self._complete and self._manager.exchanged():
+            self._plan = self._manager.plan(self._plan)
 
     def _rounds(self, routes: dict[str, list[Item]], buffer: Tensor) -> Rounds:
         whole = buffer if len(routes) == 1 else None
@@ -224,7 +268,7 @@ class HookState:
             self._finite.append(Readback(torch.isfinite(largest)))
 
     def _route(self, name: str) -> Route:
-        planned = self.plan.layers[name]
+        planned = self._plan.layers[name]
         if self._step < self._dense_steps:
             return planned.dense
         codec = planned.route.codec.at(self._step - self._dense_steps)
@@ -279,6 +323,15 @@ def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torc
 
 def _signal(done: threading.Event, future: Any) -> None:
     done.set()
+
+
+def _at_end_of_backward(call: Callable[[], None]) -> bool:
+    """Whether there is a backward pass, at whose end it is called. (A rank that has joined shadows the others'.)"""
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(call)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _check_count(name: str, value: object) -> None:

@@ -76,12 +76,23 @@ def resolve(rule: Rule, world: int) -> Route:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedLayer:
-    """One line of a plan: the layer, its route, the dense route of warm-up steps, and why."""
+    """One line of a plan.
+
+    Attributes:
+        spec: the layer.
+        route: its route.
+        dense: the dense route of warm-up steps.
+        reason: why it has that route.
+        predicted_s: seconds its exchange takes by itself, where a manager has predicted it.
+        measured_s: seconds from its issue to its end, coding included, on this rank: what runs beside it counts too.
+    """
 
     spec: LayerSpec
     route: Route
     dense: Route
     reason: str
+    predicted_s: float | None = None
+    measured_s: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,28 +101,43 @@ class Plan:
 
     layers: Mapping[str, PlannedLayer]
     world: int
+    about: str = ""
 
     def __iter__(self) -> Iterator[PlannedLayer]:
         return iter(self.layers.values())
+
+    def because(self, about: str, reason: str) -> Plan:
+        """The same routes for another reason."""
+        layers = {n: dataclasses.replace(p, reason=reason or "measuring") for n, p in self.layers.items()}
+        return Plan(layers, self.world, about)
 
     def describe(self) -> dict[str, str]:
         """Name → ``shape dtype route``: what every rank must agree on."""
         return {p.spec.name: f"{p.spec.layout()} {p.route}" for p in self}
 
     def __str__(self) -> str:
-        head = ("layer", "gradient", "route", "bytes/step", "of dense", "why")
-        rows = [head]
-        for p in self:
-            sent = p.route.carrier().wire_bytes(p.route.codec, p.spec, self.world)
-            full = 2 * (self.world - 1) / self.world * p.spec.nbytes
-            known = not math.isnan(sent)
-            share = f"1/{full / sent:.1f}" if sent and known else "-"
-            shown = f"{sent:,.0f}" if known else "by batch"
-            rows.append((p.spec.name, p.spec.layout(), str(p.route), shown, share, p.reason))
+        head = ["layer", "gradient", "route", "bytes/step", "of dense", "predicted ms", "measured ms", "why"]
+        rows = [head, *(self._row(p) for p in self)]
+        shown = [i for i in range(len(head)) if i not in (5, 6) or any(r[i] != "-" for r in rows[1:])]
         widths = [max(len(r[i]) for r in rows) for i in range(len(head))]
-        align = [str.ljust, str.ljust, str.ljust, str.rjust, str.rjust, str.ljust]
-        lines = ["  ".join(a(c, w) for a, c, w in zip(align, r, widths, strict=True)) for r in rows]
-        return "\n".join(line.rstrip() for line in lines)
+        lines = ["  ".join((str.rjust if 3 <= i <= 6 else str.ljust)(r[i], widths[i]) for i in shown) for r in rows]
+        return "\n".join([*filter(None, [self.about]), *(line.rstrip() for line in lines)])
+
+    def _row(self, p: PlannedLayer) -> list[str]:
+        sent = p.route.carrier().wire_bytes(p.route.codec, p.spec, self.world)
+        full = 2 * (self.world - 1) / self.world * p.spec.nbytes
+        known = not math.isnan(sent)
+        share = f"1/{full / sent:.1f}" if sent and known else "-"
+        times = ["-" if s is None else f"{s * 1e3:.3g}" for s in (p.predicted_s, p.measured_s)]
+        return [
+            p.spec.name,
+            p.spec.layout(),
+            str(p.route),
+            f"{sent:,.0f}" if known else "by batch",
+            share,
+            *times,
+            p.reason,
+        ]
 
 
 def make_plan(specs: Sequence[LayerSpec], rules: Rules, *, world: int, min_size: int) -> Plan:

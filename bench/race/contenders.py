@@ -11,11 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlib
 from commlib.errors import unknown
+from commlib.policy import policy_of
 from commlib.route import resolve
 
 BASELINE = "ddp"
-COMMLIB = ("none", "fp16", "int8", "onebit", "topk:ratio=0.01", "powersgd:rank=4")
-QUICK = (BASELINE, "torch-fp16", "int8", "onebit", "powersgd:rank=4")
+COMMLIB = ("auto", "none", "fp16", "int8", "onebit", "topk:ratio=0.01", "powersgd:rank=4")
+QUICK = (BASELINE, "torch-fp16", "auto", "int8", "onebit", "powersgd:rank=4")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,18 +33,21 @@ class Contender:
     by: str
     exact: bool
 
-    def put_on(self, ddp: DistributedDataParallel, group: Any, timeout: float) -> Callable[[], None]:
-        """Register it on a DDP over ``group``; what is returned ends its threads. Collective.
+    def put_on(self, ddp: DistributedDataParallel, group: Any, timeout: float) -> commlib.HookState | None:
+        """Register it on a DDP over ``group``. Collective.
 
         Args:
             timeout: seconds in which the other ranks must have come.
+
+        Returns:
+            Its state, if it is commlib's.
         """
         if self.by == "commlib":
-            return commlib.attach(ddp, self.name, timeout=timeout).close
+            return commlib.attach(ddp, self.name, timeout=timeout)
         if self.name != BASELINE:
             state, hook = _HOOKS[self.name](group)
             ddp.register_comm_hook(state, hook)
-        return lambda: None
+        return None
 
 
 def _power_sgd(group: Any) -> tuple[object, Any]:
@@ -76,10 +80,14 @@ def choose(comm: Sequence[str], only: Sequence[str], world_size: int, *, quick: 
     if twice:
         raise ValueError(f"--comm {sorted(twice)[0]!r} is given twice")
     pytorch = [Contender(BASELINE, "pytorch", True), *(Contender(n, "pytorch", False) for n in _HOOKS)]
-    ours = [Contender(c, "commlib", resolve(c, world_size).codec.lossless) for c in comm or COMMLIB]
+    ours = [Contender(c, "commlib", _exact(c, world_size)) for c in comm or COMMLIB]
     known = {c.name: c for c in [*pytorch, *ours]}
     for name in only:
         if name not in known:
             raise ValueError(unknown("contender", name, known) + "; a spec of commlib's comes in by --comm")
     wanted = set(only or (QUICK if quick and not comm else known))
     return [c for c in known.values() if c.name in wanted or c.name == BASELINE]
+
+
+def _exact(spec: str, world_size: int) -> bool:
+    return policy_of(spec) is not None or resolve(spec, world_size).codec.lossless

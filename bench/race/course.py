@@ -32,6 +32,9 @@ class Course(Protocol):
     def look(self) -> None:
         """After each step, off the clock."""
 
+    def restart(self) -> None:
+        """As if no step had been made."""
+
     def evidence(self) -> Evidence:
         """After the last. Collective over the default group."""
 
@@ -53,7 +56,7 @@ class Training:
         own = torch.Generator().manual_seed(1000 + dist.get_rank())
         self._batches = [_to(task.data(batch, own), device) for _ in range(_BATCHES)]
         self._held_out = _to(task.data(_HELD_OUT, torch.Generator().manual_seed(999)), device)
-        self._steps = 0
+        self._steps, self._task = 0, task
         self._first = self._loss()
 
     def step(self, ddp: DistributedDataParallel) -> None:
@@ -66,6 +69,12 @@ class Training:
 
     def look(self) -> None:
         """As :meth:`Course.look`."""
+
+    def restart(self) -> None:
+        """As :meth:`Course.restart`."""
+        torch.manual_seed(0)
+        self.module.load_state_dict(self._task.module().state_dict())
+        self._steps = 0
 
     def evidence(self) -> Evidence:
         """The loss on the held-out examples, before and after."""
@@ -111,6 +120,11 @@ class Replaying:
         self._steps += 1
         off = ((delivered - self._mean).norm() / self._mean.norm()).item()
         self._off = max(self._off, off) if off == off else off  # NaN stays
+
+    def restart(self) -> None:
+        """As :meth:`Course.restart`."""
+        self._sum.zero_()
+        self._steps, self._off = 0, 0.0
 
     def evidence(self) -> Evidence:
         """How far what arrived was off, and how much of the mean it held."""

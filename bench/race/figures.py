@@ -40,6 +40,7 @@ def _row(
         "step_s": statistics.median(times) if times else None,
         "spread": spread(times) if times else None,
         "vs_ddp": versus(own, base),
+        "predicted_s": _median([o.predicted_s for o in own]),
         "steps": len(times),
         "socket_bytes": sent,
         "times_fewer": base_sent / sent if sent and base_sent else None,
@@ -81,7 +82,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 # What a narrow table leaves out, the least missed first; the sentences below it name what failed.
-_DISPENSABLE = ("loss_of_ddp", "status", "by", "steps", "loss", "spread", "socket_bytes")
+_DISPENSABLE = ("loss_of_ddp", "status", "by", "steps", "loss", "spread", "socket_bytes", "predicted_s")
 
 
 def hidden(table: Sequence[Row], width: int) -> tuple[str, ...]:

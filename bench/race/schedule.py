@@ -36,6 +36,7 @@ class Outcome:
         sent_bytes: a step, TCP payload of rank 0; None if the system does not count.
         evidence: of whether it learned; None with an error.
         error: why it came to nothing, or None.
+        predicted_s: a step, by the bandwidth manager; None without one.
     """
 
     visit: Visit
@@ -44,6 +45,7 @@ class Outcome:
     sent_bytes: float | None = None
     evidence: Evidence | None = None
     error: str | None = None
+    predicted_s: float | None = None
 
 
 @dataclasses.dataclass

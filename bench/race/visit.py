@@ -23,6 +23,7 @@ from .course import Course, Replaying, Training
 from .evidence import Evidence
 from .schedule import Outcome, Visit
 
+_SETTLING = 400  # steps, at most, in which a bandwidth manager may make up its mind
 WARM_UP = 2  # steps: DDP rebuilds its buckets in the second, PyTorch's PowerSGD does not compress before the third
 _PART = 0.7  # of a visit's limit: so long may one collective take, so that most hangs end by an error
 _WORDS = 100  # characters of an error that are kept
@@ -66,6 +67,7 @@ class _Sheet:
 
     steps_s: list[float] = dataclasses.field(default_factory=list)
     sent_bytes: float | None = None
+    predicted_s: float | None = None
     evidence: Evidence | None = None
     error: str | None = None
     ended: float = 0.0
@@ -128,7 +130,14 @@ def _train(
         course = Replaying(job.model, job.backward_s, device)
     # All ranks have made the same model: nothing to be broadcast.
     ddp = DistributedDataParallel(course.module, process_group=group, init_sync=False, bucket_cap_mb=job.bucket_cap_mb)
-    end.call = contender.put_on(ddp, group, limit_s)
+    comm = contender.put_on(ddp, group, limit_s)
+    if comm is not None:
+        end.call = comm.close
+        for _ in range(_SETTLING):
+            if comm.settled:
+                break
+            course.step(ddp)
+        course.restart()
     for _ in range(WARM_UP):
         course.step(ddp)
         course.look()
@@ -137,6 +146,7 @@ def _train(
     after = _counted(group)
     if before is not None and after is not None:
         sheet.sent_bytes = (after - before).sent / job.steps
+    sheet.predicted_s = None if comm is None else comm.predicted_s
     sheet.evidence = course.evidence()
     sheet.steps_s += [_timed_step(course, ddp, device) for _ in range(steps - job.steps)]
 
@@ -165,7 +175,8 @@ def _outcome(visit: Visit, sheets: Sequence[_Sheet]) -> Outcome:
         where = "" if len(errors) == len(sheets) else f"rank {rank}: "
         return Outcome(visit, seconds, error=where + text)
     slowest = tuple(max(times) for times in zip(*(s.steps_s for s in sheets), strict=True))
-    return Outcome(visit, seconds, slowest, sheets[0].sent_bytes, sheets[0].evidence)
+    first = sheets[0]
+    return Outcome(visit, seconds, slowest, first.sent_bytes, first.evidence, predicted_s=first.predicted_s)
 
 
 def short(error: BaseException) -> str:

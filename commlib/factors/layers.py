@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,15 @@ from commlib.factors.tap import Tap
 from commlib.factors.trip import Habit, Trip
 from commlib.model import linear_layers
 
-Watch = Callable[[str, int], None]
-"""Told the name of a layer and how many rows have come, when its backward pass begins."""
+
+class Observer(Protocol):
+    """Who wants to know when passes begin."""
+
+    def begin(self) -> None:
+        """A forward pass of the DDP model, with gradients, begins."""
+
+    def rows(self, layer: str, count: int) -> None:
+        """A layer's backward pass begins, with so many rows; told only of layers that are dense."""
 
 
 class FactorLayers:
@@ -51,7 +58,8 @@ class FactorLayers:
         self._taps: dict[str, Tap] = {}
         self._before: Any = None
         self._group: Any = None
-        self.watch: Watch | None = None
+        self.observer: Observer | None = None
+        self.watch = False  # whether the observer is told of rows
         self.activate(list(modules)[::-1])  # the backward pass meets the last first, mostly
 
     @classmethod
@@ -92,13 +100,23 @@ class FactorLayers:
             "threads": str(torch.get_num_threads()),
         }
 
-    def tap(self, group: Any) -> None:
-        """Put the taps on; ``group`` is a process group for their first rounds alone."""
+    @property
+    def names(self) -> list[str]:
+        """Of the layers."""
+        return list(self._modules)
+
+    def tap(self, group: Any, *, traced: bool = False) -> None:
+        """Put the taps on.
+
+        Args:
+            group: a process group for their first rounds alone.
+            traced: whether ``torch.compile`` sees plain layers, of which nothing is caught, and needs no graph break.
+        """
         ddp = self._ddp()
         assert ddp is not None
         self._group = group
         owner = weakref.proxy(self)  # or model, taps and hook would keep each other alive
-        self._taps = {name: Tap(name, module, owner) for name, module in self._modules.items()}
+        self._taps = {name: Tap(name, module, owner, traced=traced) for name, module in self._modules.items()}
         self._before = ddp.register_forward_pre_hook(_Begin(weakref.ref(self)))
 
     def remove(self) -> None:
@@ -118,12 +136,12 @@ class FactorLayers:
 
     def watching(self) -> bool:
         """As :meth:`commlib.factors.tap.Owner.watching`."""
-        return self.watch is not None and self._armed
+        return self.watch and self._armed
 
     def sighted(self, name: str, rows: int) -> None:
         """As :meth:`commlib.factors.tap.Owner.sighted`."""
-        if self.watch is not None:
-            self.watch(name, rows)
+        if self.observer is not None:
+            self.observer.rows(name, rows)
 
     def syncing(self) -> bool:
         """As :meth:`commlib.factors.tap.Owner.syncing`."""
@@ -176,6 +194,8 @@ class FactorLayers:
                 tap.take()
             self._reset()
         self._armed, self._syncing = torch.is_grad_enabled(), syncing
+        if self._armed and self.observer is not None:
+            self.observer.begin()
 
     def _trip(self, name: str) -> Trip:
         if name not in self._trips:

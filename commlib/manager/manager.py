@@ -1,0 +1,219 @@
+"""The manager on one rank: it notes down steps, comes to reviews, and does what was decided.
+
+All in the thread of the backward pass. A review is held when an exchange has come through, so nothing of this model is
+under way; what it measures travels on the process group of the rows' first rounds, which nothing else uses then. The
+exchanges until the next review are part of the decision, so all ranks come to it after the same one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from commlib.errors import CommlibError
+from commlib.exchange.item import World
+from commlib.factors.layers import FactorLayers
+from commlib.groups import waits_on_stream
+from commlib.layer import LayerSpec
+from commlib.manager.board import Board
+from commlib.manager.decision import Decision
+from commlib.manager.model import Model
+from commlib.manager.pilot import Pilot
+from commlib.manager.probe import measure_link, measure_product
+from commlib.manager.sheet import Figures, Sheet, slowest
+from commlib.model import linear_layers
+from commlib.route import Plan, resolve
+from commlib.stats import Meter
+
+log = logging.getLogger("commlib")
+
+
+class Manager:
+    """Chooses routes for the layers that have several.
+
+    Args:
+        specs: of all parameters.
+        factors: taps on the linear layers whose rows can be sent; it makes none of them active until it has decided.
+        board: for its reviews.
+        group: process group that carries first rounds of rows only.
+        world: this rank.
+        meters: of all parameters.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[LayerSpec],
+        factors: FactorLayers,
+        board: Board,
+        group: Any,
+        world: World,
+        meters: Mapping[str, Meter],
+    ) -> None:
+        self._factors, self._board, self._group, self._world = factors, board, group, world
+        self._meters = meters
+        self._model = Model(specs, factors.names)
+        self._device, self._dtypes = specs[0].device, {s.layer: s.dtype for s in specs}
+        self._pilot = Pilot(self._model)
+        self._sheet = Sheet()
+        self._rows: dict[str, int] = {}
+        self._count = 0
+        self._before: tuple[int, dict[str, float]] = 0, {}
+        self.decision = self._pilot.first()
+        factors.observer = self._sheet
+        self._take(self.decision)
+
+    # -- what the hook tells --
+
+    def bucket(self, parameters: Sequence[str]) -> None:
+        """DDP hands over a bucket of these parameters."""
+        self._sheet.bucket(tuple(parameters))
+
+    def backward_ended(self) -> None:
+        """But the exchange has not."""
+        self._sheet.backward_ended()
+
+    def exchanged(self) -> bool:
+        """Everything of this step has come through. At a review, waits for all ranks.
+
+        Returns:
+            Whether there is a new decision.
+
+        Raises:
+            PeerLost: a rank did not come to the review.
+        """
+        self._sheet.end()
+        self._count += 1
+        self._left -= 1
+        if self._left > 0:
+            return False
+        self._take(Decision.from_wire(self._board.review(self._figures().to_wire(), self._decide)))
+        return True
+
+    @property
+    def settled(self) -> bool:
+        """Whether it has chosen, and only watches now."""
+        return self.decision.phase in ("steady", "failed")
+
+    @property
+    def predicted_s(self) -> float | None:
+        """Seconds of a step with the routes as they are."""
+        return self.decision.step_s and self.decision.step_s[0]
+
+    def plan(self, now: Plan) -> Plan:
+        """The plan as decided, from the one so far. From here on the time of its routes is counted."""
+        d, by_rows = self.decision, resolve("factors", self._world.size)
+        self._before = self._count, {name: _seconds(m) for name, m in self._meters.items()}
+        layers = {}
+        for name, p in now.layers.items():
+            unit = self._model.unit_of[name]
+            route = by_rows if d.routes.get(unit) == "factors" else p.dense
+            own = unit == name or p.spec.kind == "linear.weight"
+            why = d.why.get(unit, "measuring") if own else "goes with its weight"
+            seconds = d.predicted.get(unit) if own else None
+            spec = dataclasses.replace(p.spec, rows=d.rows.get(unit)) if own else p.spec
+            layers[name] = dataclasses.replace(p, spec=spec, route=route, reason=why, predicted_s=seconds)
+        return Plan(layers, now.world, self.about())
+
+    def measured(self, now: Plan) -> Plan:
+        """The plan with the time that each layer's exchange has taken since its routes were chosen."""
+        count, before = self._before
+        if count == self._count:
+            return now
+        layers = {}
+        for name, p in now.layers.items():
+            seconds = (_seconds(self._meters[name]) - before.get(name, 0.0)) / (self._count - count)
+            layers[name] = dataclasses.replace(p, measured_s=seconds)
+        return dataclasses.replace(now, layers=layers)
+
+    def about(self) -> str:
+        """The state of affairs in a line."""
+        d = self.decision
+        if d.step_s is None:
+            return "exact routes, chosen by measurement: measuring dense steps"
+        planned, dense = d.step_s
+        return (
+            f"exact routes, chosen by measurement ({d.phase}): predicted {planned * 1e3:.4g} ms a step, all dense "
+            f"{dense * 1e3:.4g} ms"
+        )
+
+    # -- a review --
+
+    def _figures(self) -> Figures:
+        steps = self._sheet.take()[self.decision.skip :]
+        for step in steps:
+            for name, count in step.rows.items():
+                self._rows[name] = max(count, self._rows.get(name, 0))
+        measured: dict[str, Any] = {"wire": (self._wire() - self._wire_before) / self.decision.steps}
+        if self.decision.probe:
+            measured["link"] = measure_link(self._group, self._world, self._device)
+            measured["products"] = self._products()
+        terms = self._factors.terms()
+        return Figures.of(steps, arithmetic="; ".join(terms.values()), **measured)
+
+    def _products(self) -> dict[str, tuple[float, float]]:
+        found = {}
+        for name, (n, m, rows) in self._model.worth_measuring(self._rows, self._world.size).items():
+            dtype = self._dtypes.get(name, torch.float32)
+            counts = (rows, self._world.size * rows)
+            local, rebuilt = (measure_product(n, m, k, dtype, self._device) for k in counts)
+            found[name] = (local, rebuilt)
+        return found
+
+    def _wire(self) -> float:
+        """Seconds that collectives were under way since attach, one after another."""
+        return sum(m.seconds()["wire"] for m in self._meters.values())
+
+    def _decide(self, posts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """On rank 0 only."""
+        try:
+            decision = self._pilot.review(slowest([Figures.from_wire(p) for p in posts]))
+        except CommlibError:
+            raise
+        except Exception:  # the others wait for an answer, and dense is always one
+            log.exception("the manager failed; from here on all layers are dense")
+            decision = Decision(steps=1 << 62, watch=False, probe=False, phase="failed")
+        if decision.said:
+            log.info("after %d exchanges: %s", self._count, decision.said)
+        return decision.to_wire()
+
+    def _take(self, decision: Decision) -> None:
+        self.decision = decision
+        self._left = decision.steps
+        self._wire_before = self._wire()
+        self._factors.watch = decision.watch
+        self._factors.activate([n for n, r in decision.routes.items() if r == "factors"], decision.rows)
+
+
+def may_choose(module: nn.Module, group: Any, specs: Sequence[LayerSpec], min_size: int) -> tuple[set[str], str]:
+    """The linear layers that have another exact way than dense.
+
+    Args:
+        module: the DDP model, or the one inside.
+        group: process group.
+        specs: of all parameters.
+        min_size: values that a weight must have.
+
+    Returns:
+        Their names; and if there are none, why, in words.
+    """
+    if not isinstance(module, DistributedDataParallel):
+        return set(), "attached to a module inside DDP, whose passes nobody sees: dense"
+    if group.size() == 1:
+        return set(), "one rank only"
+    if waits_on_stream(group, specs[0].device):
+        return set(), "factors do not go over NCCL yet, and there is no other exact route"
+    if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in module.modules()):
+        return set(), "the model is compiled, and catching rows would break its graph: dense"
+    known = linear_layers(module.module, getattr(module, "parameters_to_ignore", ()))
+    large = {name for name, m in known.items() if m.weight.numel() >= min_size}
+    return large, "" if large else "no linear layer of its own has enough values: there is no other exact route"
+
+
+def _seconds(meter: Meter) -> float:
+    return sum(meter.seconds().values())

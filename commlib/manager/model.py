@@ -1,0 +1,154 @@
+"""What the manager may choose for a model, with its price. Pure functions of figures.
+
+A *unit* is what goes one way as a whole: a linear layer that can send its rows (weight and bias), or a parameter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+from commlib.choose import Choice, choose
+from commlib.layer import LayerSpec
+from commlib.link import Link
+from commlib.manager.sheet import Figures
+from commlib.overlap import Bucket, Pass, finish
+from commlib.price import Way, dense, factors
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """One thing to decide about.
+
+    Attributes:
+        name: of the linear layer, or of the parameter.
+        nbytes: of its gradients.
+        shape: (N, M) of the weight if its rows can be sent.
+        itemsize: bytes of a value.
+    """
+
+    name: str
+    nbytes: int
+    shape: tuple[int, int] | None
+    itemsize: int
+
+
+class Model:
+    """The units of a model.
+
+    Args:
+        specs: of all parameters.
+        layers: linear layers whose rows can be sent.
+    """
+
+    def __init__(self, specs: Sequence[LayerSpec], layers: Collection[str]) -> None:
+        self.unit_of = {s.name: s.layer if s.layer in layers and s.layer is not None else s.name for s in specs}
+        nbytes = dict.fromkeys(self.unit_of.values(), 0)
+        for s in specs:
+            nbytes[self.unit_of[s.name]] += s.nbytes
+        weights = {s.layer: s for s in specs if s.layer in layers and s.kind == "linear.weight"}
+        self.units: dict[str, Unit] = {}
+        for s in specs:
+            name = self.unit_of[s.name]
+            weight = weights.get(s.layer) if s.layer in layers else None
+            shape = None if weight is None else weight.matrix
+            self.units.setdefault(name, Unit(name, nbytes[name], shape, s.dtype.itemsize))
+
+    def pass_of(self, f: Figures) -> Pass:
+        """The dense pass, by units: each in the bucket that has its first parameter."""
+        met: set[str] = set()
+        buckets = []
+        for ready, names in zip(f.ready, f.buckets, strict=True):
+            own = [u for u in dict.fromkeys(self.unit_of[n] for n in names) if u not in met]
+            met.update(own)
+            buckets.append(Bucket(ready, tuple(own)))
+        return Pass(tuple(buckets), f.seen, f.end)
+
+    def missing_s(self, f: Figures, link: Link) -> float:
+        """Seconds that a dense step takes beyond what is predicted for it: added to all predictions."""
+        p = self.pass_of(f)
+        return f.span - finish(p, self._dense(p, link))
+
+    def choose(
+        self,
+        f: Figures,
+        link: Link,
+        products: Mapping[str, tuple[float, float]],
+        barred: Mapping[str, str],
+        missing_s: float,
+    ) -> Choice:
+        """The routes for a link.
+
+        Args:
+            f: of steps that were all dense.
+            link: as measured.
+            products: linear layer → seconds of the products of its own rows, and of all ranks'.
+            barred: units that stay dense, and why.
+            missing_s: from :meth:`missing_s`.
+        """
+        p = self.pass_of(f)
+        plain = self._dense(p, link)
+        others, reasons = {}, {}
+        for name in plain:
+            way = self._factors(name, f, link, products, barred)
+            if isinstance(way, str):
+                reasons[name] = way
+            else:
+                others[name] = [way]
+        chosen = choose(p, plain, others)
+        return dataclasses.replace(
+            chosen,
+            reasons={**chosen.reasons, **reasons},
+            dense_s=chosen.dense_s + missing_s,
+            seconds=chosen.seconds + missing_s,
+        )
+
+    def worth_measuring(self, rows: Mapping[str, int], world: int) -> dict[str, tuple[int, int, int]]:
+        """Layer → (N, M, rows) where rows would take fewer bytes than the gradient; the others lose in any case."""
+        found = {}
+        for name, count in rows.items():
+            unit = self.units.get(name)
+            if unit is not None and unit.shape is not None and world > 1:
+                n, m = unit.shape
+                if (world - 1) * count * (n + m) * unit.itemsize < 2 * (world - 1) / world * unit.nbytes:
+                    found[name] = (n, m, count)
+        return found
+
+    def _dense(self, p: Pass, link: Link) -> dict[str, Way]:
+        return {u: dense(self.units[u].nbytes, link) for b in p.buckets for u in b.layers}
+
+    def _factors(
+        self,
+        name: str,
+        f: Figures,
+        link: Link,
+        products: Mapping[str, tuple[float, float]],
+        barred: Mapping[str, str],
+    ) -> Way | str:
+        """The way of a unit's rows, or why there is none."""
+        unit = self.units[name]
+        if unit.shape is None:
+            return "has no other exact way"
+        if name in barred:
+            return barred[name]
+        if not f.arithmetic:
+            return "ranks with unlike CPUs, threads or versions would not multiply rows to the same bits"
+        if name not in f.rows:
+            return "its rows were not seen (compiled, or not used)"
+        if name not in products:
+            return f"{f.rows[name]} rows a rank are more bytes than the gradient"
+        n, m = unit.shape
+        local, rebuilt = products[name]
+        return factors(n, m, f.rows[name], link, local_s=local, rebuild_s=rebuilt, itemsize=unit.itemsize)
+
+
+def routes(choice: Choice, seen: Mapping[str, float]) -> dict[str, str]:
+    """Unit → route of those that are not dense, in the order in which the backward pass comes to them."""
+    changed = [u for u, way in choice.ways.items() if way.route != "dense"]
+    return {u: choice.ways[u].route for u in sorted(changed, key=lambda u: (seen.get(u, 0.0), u))}
+
+
+def by_gain(choice: Choice) -> list[str]:
+    """Units that are not dense, those first whose change saves most by itself."""
+    changed = [u for u, way in choice.ways.items() if way.route != "dense"]
+    return sorted(changed, key=lambda u: choice.ways[u].alone_s - choice.dense[u].alone_s)

@@ -1,0 +1,227 @@
+"""Rank 0's head: from figures to decisions. A pure state machine, which sees neither clocks nor other ranks.
+
+::
+
+    watch ── some dense steps ──▶ trial ── clearly faster ──▶ steady ── steps take longer or shorter ──▶ probe
+                 │                 │  ▲                         ▲  ▲                                        │
+                 │       not clear ▼  │                         │  └── the link is as it was, or the plan ───┤
+                 │               dense again  ── it lost ──▶ trial of the better half, or dense             │
+                 └── nothing is worth changing ──▶ steady            trial of another plan ◀── the link ────┘
+
+A plan that is predicted to win by much is believed when its first steps show it. One that wins by little must do so in
+the median of three rounds, dense and planned in turn: so it is never kept if it is slower than DDP.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+
+from commlib.choose import Choice
+from commlib.link import Link
+from commlib.manager.decision import Decision
+from commlib.manager.model import Model, by_gain, routes
+from commlib.manager.sheet import Figures
+
+_CLEAR = 0.9  # of the dense step's time: faster than that needs no second round
+_WON = 0.98
+_ROUNDS = 3
+_DRIFT = 1.2  # steps this much longer or shorter are a reason to look at the link
+_WIRE_DRIFT = 1.4  # the same of the time on the wire, which varies more
+_WIRE_SHARE = 0.05  # of a step, below which nobody looks at it
+_OTHER_LINK = 1.2
+
+
+def _samples(span: float, seconds: float, least: int, most: int) -> int:
+    """Steps that take about so many seconds."""
+    return max(least, min(most, int(seconds / span))) if span > 0 else most
+
+
+class Pilot:
+    """The states above.
+
+    Args:
+        model: prices what it may choose.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._link: Link | None = None
+        self._dense: Figures | None = None  # the last steps that were all dense
+        self._missing_s = 0.0  # what a dense step took beyond what was predicted for it
+        self._products: dict[str, tuple[float, float]] = {}
+        self._choice: Choice | None = None
+        self._barred: dict[str, str] = {}
+        self._ratios: list[float] = []  # planned / dense, of this trial's rounds
+        self._reference: Figures | None = None  # what steady steps have been like
+        self._now = Decision()
+        self._looked_again = False
+
+    def first(self) -> Decision:
+        """Before any review; the same on every rank."""
+        return self._now
+
+    def review(self, f: Figures) -> Decision:
+        """The next decision.
+
+        Args:
+            f: the slowest rank's figures of the steps since the last.
+        """
+        if f.link is not None and self._now.phase != "steady":
+            self._link = f.link
+        self._products |= f.products
+        if f.steps == 0:  # they broke off, or no forward pass went through DDP
+            self._now = dataclasses.replace(self._now, steps=max(2, self._now.steps), said="")
+            return self._now
+        turn = {"watch": self._watched, "trial": self._tried, "dense again": self._dense_again}
+        self._now = turn.get(self._now.phase, self._steady)(f)
+        return self._now
+
+    # -- one method a state --
+
+    def _watched(self, f: Figures) -> Decision:
+        self._measured_dense(f)
+        more = _samples(f.span, 1.0, 1, 20)
+        if more > 2 * f.steps and not self._looked_again:
+            self._looked_again = True
+            return Decision(steps=more, skip=0, probe=False)
+        return self._plan("")
+
+    def _tried(self, f: Figures) -> Decision:
+        assert self._dense is not None
+        assert self._choice is not None
+        self._ratios.append(f.span / self._dense.span)
+        if self._ratios[-1] < _CLEAR:
+            return self._settle(f"the plan takes {_ms(f.span)} a step, dense took {_ms(self._dense.span)}")
+        if len(self._ratios) < _ROUNDS and statistics.median(self._ratios) < 1.1:
+            n = _samples(self._dense.span, 1.0, 2, 20)
+            return dataclasses.replace(self._say(None), phase="dense again", steps=n + 1, watch=True)
+        ratio = statistics.median(self._ratios)
+        if ratio < _WON:
+            return self._settle(f"the plan takes {ratio:.2f} of dense's time, in the median of {_ROUNDS} rounds")
+        return self._retreat(ratio)
+
+    def _dense_again(self, f: Figures) -> Decision:
+        self._measured_dense(f)
+        return self._try("")
+
+    def _steady(self, f: Figures) -> Decision:
+        now = dataclasses.replace(self._now, said="", probe=False, skip=0)
+        if f.link is not None:
+            return self._probed(f, f.link)
+        ref = self._reference
+        if ref is None:
+            self._reference = f
+            return now
+        slower = not 1 / _DRIFT < f.span / ref.span < _DRIFT
+        wire = min(f.wire, ref.wire) > 0 and max(f.wire, ref.wire) > _WIRE_SHARE * f.span
+        if slower or (wire and not 1 / _WIRE_DRIFT < f.wire / ref.wire < _WIRE_DRIFT):
+            return dataclasses.replace(
+                now,
+                probe=True,
+                steps=1,
+                said=f"steps take {_ms(f.span)} instead of {_ms(ref.span)}: measuring the link",
+            )
+        return now
+
+    def _probed(self, f: Figures, link: Link) -> Decision:
+        assert self._link is not None
+        dense_now = not self._now.routes
+        before, self._reference = self._link, None
+        change = link.all_reduce.beta / before.all_reduce.beta if before.all_reduce.beta else 1.0
+        if 1 / _OTHER_LINK < change < _OTHER_LINK:
+            if dense_now or self._dense is None or f.span < _CLEAR * self._dense.span:
+                return self._stay("the link is as it was")
+            self._looked_again = False  # arithmetic has become slower: does the plan still win?
+            return Decision(probe=False, said="the link is as it was, but steps take longer: all dense for a while")
+        self._link, self._barred = link, {}
+        if self._dense is not None:
+            if dense_now:
+                self._measured_dense(dataclasses.replace(self._dense, span=f.span))
+            else:  # nobody has seen a dense step on this link
+                span = self._choose(self._dense, link).dense_s
+                self._dense = dataclasses.replace(self._dense, span=span)
+        return self._plan(f"the link has {_mbit(link)} instead of {_mbit(before)}")
+
+    # -- what they decide --
+
+    def _plan(self, said: str) -> Decision:
+        """Choose for what is known, and try it unless it is what is done already."""
+        assert self._dense is not None
+        if self._link is None:
+            return self._settle("nothing was measured")
+        self._choice = self._choose(self._dense, self._link)
+        self._ratios = []
+        changed = routes(self._choice, self._dense.seen)
+        predicted = f"predicted {_ms(self._choice.seconds)} a step, all dense {_ms(self._choice.dense_s)}"
+        said = "; ".join(filter(None, [said, f"{len(changed)} layers by other routes than dense ({predicted})"]))
+        if not changed or changed == dict(self._now.routes):
+            return self._settle(said)
+        return self._try(said)
+
+    def _choose(self, dense: Figures, link: Link) -> Choice:
+        return self._model.choose(dense, link, self._products, self._barred, self._missing_s)
+
+    def _measured_dense(self, f: Figures) -> None:
+        self._dense = f
+        if self._link is not None:
+            self._missing_s = self._model.missing_s(f, self._link)
+
+    def _try(self, said: str) -> Decision:
+        assert self._choice is not None
+        n = _samples(self._choice.seconds, 1.0, 2, 20)
+        return dataclasses.replace(self._say(self._choice), phase="trial", steps=n + 1, said=said)
+
+    def _retreat(self, ratio: float) -> Decision:
+        """It lost: leave the half that promises most, or nothing."""
+        assert self._choice is not None
+        planned = by_gain(self._choice)
+        lost = planned[len(planned) // 2 :]
+        why = f"lost in practice: with it a step took {ratio:.2f} of dense's time"
+        self._barred |= dict.fromkeys(lost, why)
+        return self._plan(f"back to dense, for it {why}: {_names(lost)}")
+
+    def _settle(self, said: str) -> Decision:
+        self._reference = None
+        assert self._dense is not None
+        span = self._choice.seconds if self._choice is not None else self._dense.span
+        steps = _samples(span, 1.0, 10, 30)
+        return dataclasses.replace(
+            self._say(self._choice), phase="steady", steps=steps, skip=0, probe=False, watch=False, said=said
+        )
+
+    def _stay(self, said: str) -> Decision:
+        return dataclasses.replace(self._now, said=said, probe=False, steps=10)
+
+    def _say(self, choice: Choice | None) -> Decision:
+        """Routes, reasons and predictions of a choice; None is all dense."""
+        if self._choice is None or self._dense is None:
+            return Decision(probe=False)
+        shown = self._choice
+        changed = routes(choice, self._dense.seen) if choice is not None else {}
+        rows = {n: self._dense.rows[n] for n, r in changed.items() if r == "factors"}
+        seconds = (shown.seconds if changed else shown.dense_s) + self._dense.rest
+        ways = shown.ways if changed else shown.dense
+        return Decision(
+            routes=changed,
+            rows=rows,
+            probe=False,
+            watch=False,
+            why={**shown.reasons, **self._barred},
+            predicted={n: way.alone_s for n, way in ways.items()},
+            step_s=(seconds, shown.dense_s + self._dense.rest),
+        )
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def _mbit(link: Link) -> str:
+    beta = link.all_reduce.beta
+    return f"{8e-6 / beta:.3g} Mbit/s" if beta else "no limit that shows"

@@ -1,0 +1,85 @@
+"""What the manager measures on purpose: the link's collectives, and the products that factors need."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commlib.exchange.item import World
+from commlib.line import fit
+from commlib.link import Line, Link
+
+_SIZES = (16 << 10, 256 << 10, 4 << 20)  # bytes a rank sends
+_SLOW = 0.25  # seconds: a size that would take longer is left out
+_TIMES = 3
+
+
+def measure_link(group: Any, world: World, device: torch.device) -> Link:
+    """α and β of all-reduce and all-gather, as this rank sees them. Collective; at most about two seconds.
+
+    Args:
+        group: a process group that carries nothing else meanwhile.
+        world: this rank.
+        device: where gradients are.
+    """
+    everyone, one = world.size, torch.zeros(1, device=device)
+
+    def reduce(sent: int) -> Callable[[], Any]:
+        tensor = torch.zeros(max(1, sent * everyone // (2 * (everyone - 1)) // 4), device=device)
+        return lambda: group.allreduce([tensor])
+
+    def gather(sent: int) -> Callable[[], Any]:
+        tensor = torch.zeros(max(1, sent // (everyone - 1)), dtype=torch.uint8, device=device)
+        out = torch.empty(everyone * len(tensor), dtype=torch.uint8, device=device)
+        return lambda: group._allgather_base(out, tensor)
+
+    def agreed(seconds: float) -> float:
+        """The slowest rank's, to all."""
+        one.fill_(seconds)
+        options = torch.distributed.AllreduceOptions()
+        options.reduceOp = torch.distributed.ReduceOp.MAX  # type: ignore[assignment]  # its stub is not its type
+        group.allreduce([one], options).wait()
+        return float(one)
+
+    lines = [_line(start, agreed) for start in (reduce, gather)]
+    return Link(everyone, *lines)
+
+
+def _line(start: Callable[[int], Callable[[], Any]], agreed: Callable[[float], float]) -> Line:
+    points: list[tuple[float, float]] = []
+    for sent in _SIZES:
+        if points and points[-1][1] * sent / points[-1][0] > _SLOW:
+            break
+        issue = start(sent)
+        times = [_timed(lambda issue=issue: issue().wait()) for _ in range(_TIMES + 1)]  # type: ignore[misc]
+        points.append((float(sent), max(agreed(statistics.median(times[1:])), 1e-9)))
+    found = fit(points)
+    return Line(found.alpha, found.beta)
+
+
+def measure_product(n: int, m: int, rows: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Seconds of (N × rows)·(rows × M) on this rank, written to memory that is there."""
+    if rows == 0:
+        return 0.0
+    u, v = torch.ones(rows, m, dtype=dtype, device=device), torch.ones(rows, n, dtype=dtype, device=device)
+    out = torch.empty(n, m, dtype=dtype, device=device)
+    with torch.no_grad():
+        times = [_timed(lambda: _product(u, v, out)) for _ in range(2)]
+        while len(times) < 4 and sum(times) < 0.2:
+            times.append(_timed(lambda: _product(u, v, out)))
+    return statistics.median(times[1:])
+
+
+def _product(u: Tensor, v: Tensor, out: Tensor) -> None:
+    torch.mm(v.t(), u, out=out)
+
+
+def _timed(what: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    what()
+    return time.perf_counter() - start

@@ -32,16 +32,17 @@ class Choice:
 
 
 def choose(p: Pass, dense: Mapping[str, Way], others: Mapping[str, Sequence[Way]], margin: float = MARGIN) -> Choice:
-    """The fewest changes from dense that come within ``margin`` of the shortest step.
+    """As few changes from dense as come within ``margin`` of the shortest step found.
 
     A layer's best other way is the one that costs least by itself. Layers are changed in the order of what that
-    saves; so a layer whose transfer hides behind the backward pass stays dense, for changing it saves nothing.
+    saves, as far as it shortens the step; then each alone is looked at once more; and what saves too little, because
+    its transfer hides behind the backward pass, goes back to dense. So no step is predicted longer than a dense one.
 
     Args:
         p: a step that was all dense.
         dense: every layer's dense way.
         others: what else a layer may take; a layer may be missing.
-        margin: share of the dense step's time.
+        margin: share of the shortest step's time.
 
     Raises:
         KeyError: as :func:`commlib.overlap.finish`.
@@ -49,17 +50,24 @@ def choose(p: Pass, dense: Mapping[str, Way], others: Mapping[str, Sequence[Way]
     best = {name: min(ways, key=lambda w: w.alone_s) for name, ways in others.items() if ways}
     gains = {name: dense[name].alone_s - way.alone_s for name, way in best.items()}
     order = sorted((n for n, gain in gains.items() if gain > 0), key=lambda n: -gains[n])
-    times = [finish(p, dense)]
-    taken = dict(dense)
+
+    def seconds(changed: Sequence[str]) -> float:
+        return finish(p, {**dense, **{n: best[n] for n in changed}})
+
+    times = [seconds(order[:count]) for count in range(len(order) + 1)]
+    shortest = min(times)
+    changed = order[: times.index(shortest)]
     for name in order:
-        taken[name] = best[name]
-        times.append(finish(p, taken))
-    slack = margin * times[0]
-    count = next(i for i, t in enumerate(times) if t <= min(times) + slack)
-    changed = order[:count]
+        other = [n for n in changed if n != name] if name in changed else [*changed, name]
+        if (t := seconds(other)) < shortest:
+            shortest, changed = t, other
+    for name in sorted(changed, key=lambda n: gains[n]):
+        fewer = [n for n in changed if n != name]
+        if seconds(fewer) <= (1 + margin) * shortest:
+            changed = fewer
     ways = {**dense, **{name: best[name] for name in changed}}
     reasons = {n: _why(dense[n], best.get(n), n in changed) for n in dense}
-    return Choice(ways, dense, reasons, times[0], times[count])
+    return Choice(ways, dense, reasons, times[0], seconds(changed))
 
 
 def _why(dense: Way, best: Way | None, changed: bool) -> str:

@@ -73,3 +73,8 @@ class Link:
             raise ValueError(f"the latency of a link must be a number of seconds ≥ 0, got {latency_s!r}")
         beta = 8 / (gbit_s * 1e9)
         return cls(world, Line(2 * (world - 1) * latency_s, beta), Line((world - 1) * latency_s, beta))
+
+    def slower(self, factor: float) -> Link:
+        """With every time so many times as long."""
+        lines = (Line(factor * x.alpha, factor * x.beta) for x in (self.all_reduce, self.all_gather))
+        return Link(self.world, *lines)

@@ -29,7 +29,7 @@ class Observer(Protocol):
         """A forward pass of the DDP model, with gradients, begins."""
 
     def rows(self, layer: str, count: int) -> None:
-        """A layer's backward pass begins, with so many rows; told only of layers that are dense."""
+        """A layer's backward pass begins, with so many rows."""
 
 
 class FactorLayers:

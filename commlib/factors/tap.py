@@ -24,10 +24,10 @@ class Owner(Protocol):
         """Whether this layer's factors are exchanged in the step under way; if not, it is as good as a plain one."""
 
     def watching(self) -> bool:
-        """Whether somebody wants to know of the rows of layers that are not on."""
+        """Whether somebody wants to know when rows come."""
 
     def sighted(self, name: str, rows: int) -> None:
-        """So many rows of a layer that is not on have come; its weight gradient has not been computed yet."""
+        """So many rows of a layer have come; its weight gradient has not been computed yet."""
 
     def syncing(self) -> bool:
         """Whether this backward pass ends with an exchange (and not within ``no_sync``)."""
@@ -99,6 +99,8 @@ class Tap:
         if not self._owner.syncing():  # it outlives this backward pass, and its input may be used again
             u, v = u.clone(), v.clone()
         self._rows.append((u, v))
+        if self._owner.watching():
+            self._owner.sighted(self.name, len(u))
         if self._owner.syncing() and len(self._rows) == self._calls and not self._hidden:
             self._owner.complete(self.name)
 

@@ -54,23 +54,56 @@ class Model:
             shape = None if weight is None else weight.matrix
             self.units.setdefault(name, Unit(name, nbytes[name], shape, s.dtype.itemsize))
 
-    def pass_of(self, f: Figures) -> Pass:
-        """The dense pass, by units: each in the bucket that has its first parameter."""
+    def pass_of(self, f: Figures, ways: Mapping[str, Way] | None = None) -> Pass:
+        """What the pass would have been, had every layer been dense; by units, each with its first parameter's bucket.
+
+        Args:
+            f: of steps in which units took these ways.
+            ways: None: all were dense. What a way has saved is put back.
+        """
+        saved = sorted((f.seen[u], w.saved_s) for u, w in (ways or {}).items() if w.saved_s and u in f.seen)
+
+        def then(now: float) -> float:
+            return now + sum(s for t, s in saved if t < now)
+
         met: set[str] = set()
         buckets = []
         for ready, names in zip(f.ready, f.buckets, strict=True):
             own = [u for u in dict.fromkeys(self.unit_of[n] for n in names) if u not in met]
             met.update(own)
-            buckets.append(Bucket(ready, tuple(own)))
-        return Pass(tuple(buckets), f.seen, f.end)
+            buckets.append(Bucket(then(ready), tuple(own)))
+        return Pass(tuple(buckets), {u: then(t) for u, t in f.seen.items()}, then(f.end))
 
-    def missing_s(self, f: Figures, link: Link) -> float:
-        """Seconds that a dense step takes beyond what is predicted for it: added to all predictions."""
-        p = self.pass_of(f)
-        return f.span - finish(p, self._dense(p, link))
+    def calibrate(self, p: Pass, span: float, link: Link) -> tuple[float, float]:
+        """What turns a probe's figures into those of training steps.
+
+        A probe is short, and nothing is computed beside it. So the link is taken to be slower (or faster) by the
+        factor with which a dense step comes out as it was; where it does not depend on that, or by too much, what is
+        left over is added to every prediction.
+
+        Args:
+            p: the pass.
+            span: seconds that steps took which were all dense.
+            link: as probed.
+
+        Returns:
+            The factor, from 1/4 to 4, and seconds to add.
+        """
+
+        def predicted(factor: float) -> float:
+            return finish(p, self._dense(p, link.slower(factor)))
+
+        low, high = 0.25, 4.0
+        if predicted(low) >= span:  # hidden behind the backward pass
+            return 1.0, span - predicted(1.0)
+        for _ in range(40):  # it grows with the factor
+            middle = (low + high) / 2
+            low, high = (middle, high) if predicted(middle) < span else (low, middle)
+        return high, span - predicted(high)
 
     def choose(
         self,
+        p: Pass,
         f: Figures,
         link: Link,
         products: Mapping[str, tuple[float, float]],
@@ -80,13 +113,13 @@ class Model:
         """The routes for a link.
 
         Args:
-            f: of steps that were all dense.
-            link: as measured.
+            p: the pass.
+            f: of steps that were all dense: their rows, and whether ranks' arithmetic is alike.
+            link: as calibrated.
             products: linear layer → seconds of the products of its own rows, and of all ranks'.
             barred: units that stay dense, and why.
-            missing_s: from :meth:`missing_s`.
+            missing_s: added to predictions, from :meth:`calibrate`.
         """
-        p = self.pass_of(f)
         plain = self._dense(p, link)
         others, reasons = {}, {}
         for name in plain:

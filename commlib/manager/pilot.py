@@ -23,10 +23,12 @@ from commlib.link import Link
 from commlib.manager.decision import Decision
 from commlib.manager.model import Model, by_gain, routes
 from commlib.manager.sheet import Figures
+from commlib.overlap import Pass
 
 _CLEAR = 0.9  # of the dense step's time: faster than that needs no second round
 _WON = 0.98
 _ROUNDS = 3
+_REFINEMENTS = 2
 _DRIFT = 1.2  # steps this much longer or shorter are a reason to look at the link
 _WIRE_DRIFT = 1.4  # the same of the time on the wire, which varies more
 _WIRE_SHARE = 0.05  # of a step, below which nobody looks at it
@@ -49,7 +51,9 @@ class Pilot:
         self._model = model
         self._link: Link | None = None
         self._dense: Figures | None = None  # the last steps that were all dense
-        self._missing_s = 0.0  # what a dense step took beyond what was predicted for it
+        self._pass: Pass | None = None  # as if all were dense
+        self._slower, self._missing_s = 1.0, 0.0  # Model.calibrate
+        self._refined = 0  # times that a trial has shown a better plan
         self._products: dict[str, tuple[float, float]] = {}
         self._choice: Choice | None = None
         self._barred: dict[str, str] = {}
@@ -82,8 +86,8 @@ class Pilot:
 
     def _watched(self, f: Figures) -> Decision:
         self._measured_dense(f)
-        more = _samples(f.span, 1.0, 1, 20)
-        if more > 2 * f.steps and not self._looked_again:
+        more = _samples(f.span, 2.0, 1, 20)
+        if more > f.steps and not self._looked_again:
             self._looked_again = True
             return Decision(steps=more, skip=0, probe=False)
         return self._plan("")
@@ -92,6 +96,9 @@ class Pilot:
         assert self._dense is not None
         assert self._choice is not None
         self._ratios.append(f.span / self._dense.span)
+        better = self._refine(f)
+        if better is not None:
+            return better
         if self._ratios[-1] < _CLEAR:
             return self._settle(f"the plan takes {_ms(f.span)} a step, dense took {_ms(self._dense.span)}")
         if len(self._ratios) < _ROUNDS and statistics.median(self._ratios) < 1.1:
@@ -160,18 +167,47 @@ class Pilot:
             return self._settle(said)
         return self._try(said)
 
+    def _refine(self, f: Figures) -> Decision | None:
+        """Plan anew with what the trial has shown of the backward pass, which the dense exchange held up.
+
+        Returns:
+            The trial of a better plan, or None if there is none. The predictions are new in any case.
+        """
+        assert self._dense is not None
+        assert self._choice is not None
+        assert self._link is not None
+        if len(self._ratios) > 1 or not f.buckets:
+            return None
+        self._pass = self._model.pass_of(f, self._choice.ways)
+        self._slower, self._missing_s = self._model.calibrate(self._pass, self._dense.span, self._link)
+        before, choice = self._choice, self._choose(self._dense, self._link)
+        changed = routes(choice, self._dense.seen)
+        if changed == routes(before, self._dense.seen):
+            self._choice = choice
+        elif changed and choice.seconds < _WON * f.span and self._refined < _REFINEMENTS:
+            self._refined += 1
+            self._choice, self._ratios = choice, []
+            return self._try(
+                f"a trial has shown more: now {len(changed)} layers (predicted {_ms(choice.seconds)} a step)"
+            )
+        return None
+
     def _choose(self, dense: Figures, link: Link) -> Choice:
-        return self._model.choose(dense, link, self._products, self._barred, self._missing_s)
+        assert self._pass is not None
+        link = link.slower(self._slower)
+        return self._model.choose(self._pass, dense, link, self._products, self._barred, self._missing_s)
 
     def _measured_dense(self, f: Figures) -> None:
         self._dense = f
-        if self._link is not None:
-            self._missing_s = self._model.missing_s(f, self._link)
+        if self._now.phase == "watch":
+            self._pass, self._refined = self._model.pass_of(f), 0
+        if self._link is not None and self._pass is not None:
+            self._slower, self._missing_s = self._model.calibrate(self._pass, f.span, self._link)
 
     def _try(self, said: str) -> Decision:
         assert self._choice is not None
         n = _samples(self._choice.seconds, 1.0, 2, 20)
-        return dataclasses.replace(self._say(self._choice), phase="trial", steps=n + 1, said=said)
+        return dataclasses.replace(self._say(self._choice), phase="trial", steps=n + 1, watch=True, said=said)
 
     def _retreat(self, ratio: float) -> Decision:
         """It lost: leave the half that promises most, or nothing."""

@@ -14,9 +14,9 @@ from commlib.exchange.item import World
 from commlib.line import fit
 from commlib.link import Line, Link
 
-_SIZES = (16 << 10, 256 << 10, 4 << 20)  # bytes a rank sends
-_SLOW = 0.25  # seconds: a size that would take longer is left out
-_TIMES = 3
+_SIZES = (16 << 10, 1 << 20, 8 << 20)  # bytes a rank sends
+_SLOW = 0.3  # seconds: a size that would take longer is left out
+_WARM, _TIMES = 3, 5  # repetitions; fewer where they take long
 
 
 def measure_link(group: Any, world: World, device: torch.device) -> Link:
@@ -56,8 +56,11 @@ def _line(start: Callable[[int], Callable[[], Any]], agreed: Callable[[float], f
         if points and points[-1][1] * sent / points[-1][0] > _SLOW:
             break
         issue = start(sent)
-        times = [_timed(lambda issue=issue: issue().wait()) for _ in range(_TIMES + 1)]  # type: ignore[misc]
-        points.append((float(sent), max(agreed(statistics.median(times[1:])), 1e-9)))
+        short = not points or points[-1][1] * sent / points[-1][0] < _SLOW / 10
+        for _ in range(_WARM if short else 1):
+            issue().wait()
+        times = [_timed(lambda issue=issue: issue().wait()) for _ in range(_TIMES if short else 2)]  # type: ignore[misc]
+        points.append((float(sent), max(agreed(min(times)), 1e-9)))  # what takes longer is not the link
     found = fit(points)
     return Line(found.alpha, found.beta)
 

@@ -74,10 +74,9 @@ _BAD: dict[str, Callable[..., Any]] = {
 class Bad(Contender):
     """A hook with a fault."""
 
-    def put_on(self, ddp: DistributedDataParallel, group: Any, timeout: float) -> Callable[[], None]:
+    def put_on(self, ddp: DistributedDataParallel, group: Any, timeout: float) -> None:
         if self.name in _BAD:
             ddp.register_comm_hook(group, _BAD[self.name])
-        return lambda: None
 
 
 DDP = Contender("ddp", "pytorch", True)

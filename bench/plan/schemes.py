@@ -1,0 +1,114 @@
+"""What a step takes by each scheme, on a number of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from commlib import cost, price
+from commlib.choose import choose
+from commlib.link import Link
+from commlib.overlap import Pass, finish
+from commlib.price import Way
+
+from .layers import Layer, Model
+from .setting import Setting
+from .steps import BYTES, alone_s, one_pass, without_overlap
+
+SCHEMES: Mapping[str, str] = {
+    "dense": "all-reduce of every gradient in DDP's buckets, beside the backward pass",
+    "no overlap": "the same, after the backward pass",
+    "factors": "every linear layer by its factors, the rest dense",
+    "auto": "each linear layer by factors or dense, as commlib.choose decides",
+    "adam": "factors of every linear layer to the rank that owns it, which sends the matrix to all; the rest dense",
+}
+"""Name → what it does, in the order of the table's columns."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """One scheme on so many ranks.
+
+    Args:
+        ranks: P.
+        scheme: one of :data:`SCHEMES`.
+        step_s: seconds of a step.
+        alone_s: seconds of a step of one rank, of the same batch.
+        ways: layer → its way.
+    """
+
+    ranks: int
+    scheme: str
+    step_s: float
+    alone_s: float
+    ways: Mapping[str, Way]
+
+    @property
+    def speedup(self) -> float:
+        """Examples a second over those of one rank: P·t(1)/t(P)."""
+        return self.ranks * self.alone_s / self.step_s
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank sends a step; with adam, one that would own every linear layer."""
+        return sum(w.sent for w in self.ways.values())
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """Layers that are not dense."""
+        return tuple(name for name, way in self.ways.items() if way.route != "dense")
+
+
+def outcomes(model: Model, setting: Setting, ranks: int) -> list[Outcome]:
+    """A step by every scheme, in the order of :data:`SCHEMES`.
+
+    Args:
+        model: its layers.
+        setting: link and compute of a rank.
+        ranks: P; with one rank every scheme is the step alone.
+
+    Raises:
+        ValueError: fewer than one rank.
+    """
+    link = Link.ring(ranks, setting.gbit, setting.latency_s)
+    p, alone = one_pass(model, setting), alone_s(model, setting)
+    layers = {x.name: x for x in model.layers if x.parameters}
+    dense = {name: price.dense(BYTES * x.parameters, link) for name, x in layers.items()}
+    if ranks == 1:
+        return [Outcome(1, scheme, alone, alone, dense) for scheme in SCHEMES]
+    rows = {name: _factors(x, setting, link) for name, x in layers.items() if x.linear}
+    owned = {name: _adam(x, setting, link) for name, x in layers.items() if x.linear}
+    chosen = choose(p, dense, {name: [way] for name, way in rows.items()})
+    found: dict[str, tuple[Pass, Mapping[str, Way]]] = {
+        "dense": (p, dense),
+        "no overlap": (without_overlap(p), dense),
+        "factors": (p, {**dense, **rows}),
+        "auto": (p, chosen.ways),
+        "adam": (p, {**dense, **owned}),
+    }
+    return [Outcome(ranks, scheme, finish(*found[scheme]), alone, found[scheme][1]) for scheme in SCHEMES]
+
+
+def crossover(layer: Layer, ranks: int) -> float:
+    """K*: rows of a rank above which its matrix is fewer bytes than its factors; ∞ for one rank."""
+    return cost.crossover_rows(layer.inputs, layer.outputs, ranks, ranks)
+
+
+def _weight_gradient_s(layer: Layer, setting: Setting) -> float:
+    """From a rank's own rows: as many FLOPs as the forward pass."""
+    return setting.compute_s(layer.flops * setting.batch)
+
+
+def _factors(layer: Layer, setting: Setting, link: Link) -> Way:
+    local = _weight_gradient_s(layer, setting)
+    n, m, rows = layer.outputs, layer.inputs, layer.rows * setting.batch
+    return price.factors(n, m, rows, link, local_s=local, rebuild_s=link.world * local, itemsize=BYTES)
+
+
+def _adam(layer: Layer, setting: Setting, link: Link) -> Way:
+    """At the owner: all others' rows come in, and only then can the matrix go out, so both directions add up."""
+    shape = cost.Shape(layer.inputs, layer.outputs, layer.rows * setting.batch, link.world, link.world)
+    seconds = 2 * setting.latency_s + link.all_gather.beta * BYTES * cost.adam_colocated(shape)
+    local = _weight_gradient_s(layer, setting)
+    sent = float(BYTES * (link.world - 1) * shape.matrix)
+    return Way("adam", sent, seconds, 0.0, after_s=link.world * local, saved_s=local, early=True)

@@ -1,0 +1,181 @@
+"""What a plan says: rows for the record, tables and sentences for the reader."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from commlib.bench.report import Row, table_width
+from commlib.choose import MARGIN
+
+from .layers import Model
+from .names import briefly, groups
+from .schemes import SCHEMES, Outcome, crossover
+from .setting import Setting
+from .steps import BYTES, alone_s
+
+
+def record_rows(model: Model, found: Sequence[Outcome]) -> list[Row]:
+    """A row for every number of ranks and scheme. ``routes`` has the layers that are not dense."""
+    return [
+        {
+            "model": model.name,
+            "ranks": o.ranks,
+            "scheme": o.scheme,
+            "step_s": o.step_s,
+            "exposed_s": o.step_s - o.alone_s,
+            "speedup": o.speedup,
+            "efficiency": o.speedup / o.ranks,
+            "sent_bytes": round(o.sent),
+            "routes": {name: o.ways[name].route for name in o.changed},
+        }
+        for o in found
+    ]
+
+
+def scaling(model: Model, found: Sequence[Outcome]) -> list[Row]:
+    """Speed-ups, a row a number of ranks, a column a scheme; and the step of auto."""
+    rows: list[Row] = []
+    for ranks, its in itertools.groupby(found, key=lambda o: o.ranks):
+        by_scheme = {o.scheme: o for o in its}
+        auto = by_scheme["auto"]
+        rows.append(
+            {
+                "ranks": ranks,
+                **{scheme: by_scheme[scheme].speedup for scheme in SCHEMES},
+                "auto: ms a step": auto.step_s * 1e3,
+                "by factors": f"{len(auto.changed)} of {len(model.linear)}",
+            }
+        )
+    return rows
+
+
+def routes(model: Model, found: Sequence[Outcome]) -> list[str]:
+    """What auto chose, a line for every run of equal choices."""
+    chosen = [o for o in found if o.scheme == "auto" and o.ranks > 1]
+    said = []
+    for changed, run in itertools.groupby(chosen, key=lambda o: o.changed):
+        ranks = [o.ranks for o in run]
+        names = f"factors for {briefly(changed, model.linear)}" if changed else "all dense"
+        where = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+        said.append(f"  {where} ranks: {names}")
+    return said
+
+
+def crossovers(model: Model, batch: int, ranks: Sequence[int]) -> list[dict[str, object]]:
+    """Linear layers with K* by number of ranks and whether the batch is below it; a row a group of equal layers."""
+    rows: list[dict[str, object]] = []
+    for group in groups(model.linear):
+        layer = group.layers[0]
+        k = layer.rows * batch
+        stars = {p: crossover(layer, p) for p in ranks if p > 1}
+        rows.append(
+            {
+                "layer": group.name,
+                "layers": len(group.layers),
+                "inputs": layer.inputs,
+                "outputs": layer.outputs,
+                "rows": k,
+                "crossover_rows": {str(p): star for p, star in stars.items()},
+                "below": {str(p): k <= star for p, star in stars.items()},
+                "pays_up_to_ranks": math.floor(2 * crossover(layer, 2) / k),
+            }
+        )
+    return rows
+
+
+def crossover_table(found: Sequence[dict[str, object]], width: int) -> list[Row]:
+    """:func:`crossovers` for the reader: K* in brackets where the batch has more rows.
+
+    Columns of few ranks are left out until the table fits into ``width`` characters; the last one stays.
+    """
+    first = found[0]["crossover_rows"]
+    ranks = list(first) if isinstance(first, dict) else []
+    rows = [_crossover_row(x, ranks) for x in found]
+    while len(ranks) > 1 and table_width(rows) > width:
+        ranks = ranks[1:]
+        rows = [_crossover_row(x, ranks) for x in found]
+    return fit(rows, "linear layer", width)
+
+
+def fit(rows: Sequence[Row], column: str, width: int) -> list[Row]:
+    """The rows with the beginning of long names left out, so that the table fits into ``width`` characters."""
+    over = table_width(rows) - width
+    room = max(max((len(str(row[column])) for row in rows), default=0) - max(over, 0), 12)
+    return [{**row, column: _tail(str(row[column]), room)} for row in rows]
+
+
+def _tail(text: str, room: int) -> str:
+    return text if len(text) <= room else f"…{text[-room + 1 :]}"
+
+
+def _crossover_row(x: dict[str, object], ranks: Sequence[str]) -> Row:
+    stars, below = x["crossover_rows"], x["below"]
+    assert isinstance(stars, dict)
+    assert isinstance(below, dict)
+    count = x["layers"]
+    return {
+        "linear layer": x["layer"] if count == 1 else f"{x['layer']} × {count}",
+        "in → out": f"{x['inputs']} → {x['outputs']}",
+        "K": x["rows"],
+        **{f"K* P={p}": _star(stars[p], below[p]) for p in ranks},
+        "pays up to P": x["pays_up_to_ranks"],
+    }
+
+
+def _star(star: float, below: bool) -> str:
+    text = f"{star:.0f}" if star >= 100 else f"{star:.3g}"
+    return text if below else f"({text})"
+
+
+def layer_rows(model: Model) -> list[Row]:
+    """The layer table: one row a group of equal layers; parameters and FLOPs are of all of them."""
+    return [
+        {
+            "layer": g.name,
+            "kind": g.layers[0].kind,
+            "layers": len(g.layers),
+            "parameters": sum(x.parameters for x in g.layers),
+            "flops": sum(x.flops for x in g.layers),
+            "linear": g.layers[0].linear,
+            "rows": g.layers[0].rows or None,
+        }
+        for g in groups(model.layers)
+    ]
+
+
+def layer_table(model: Model, width: int) -> list[Row]:
+    """:func:`layer_rows` for the reader. Only linear layers have rows."""
+    rows: list[Row] = [
+        {
+            "layer": x["layer"] if x["layers"] == 1 else f"{x['layer']} × {x['layers']}",
+            "kind": x["kind"],
+            "parameters": x["parameters"],
+            "forward GFLOP": float(str(x["flops"])) / 1e9,
+            "rows": x["rows"],
+        }
+        for x in layer_rows(model)
+    ]
+    return fit(rows, "layer", width)
+
+
+def about(model: Model) -> list[str]:
+    """Name and size, and what an example is, in two lines."""
+    share = sum(x.parameters for x in model.linear) / model.parameters
+    layers = f"{len(model.linear)} linear layer{'' if len(model.linear) == 1 else 's'}"
+    size = BYTES * model.parameters / 1e6
+    return [
+        f"{model.name}: {model.parameters:,} parameters ({size:,.0f} MB), {share:.0%} in {layers}",
+        f"an example: {model.example}, forward {model.flops / 1e9:.4g} GFLOP",
+    ]
+
+
+def of_a_rank(model: Model, setting: Setting) -> str:
+    """The figures that the plan was made for, and a step without any exchange."""
+    return f"a rank: {setting.words()}; a step alone takes {alone_s(model, setting) * 1e3:.4g} ms"
+
+
+SCALING_TITLE = "speed-up over one rank, P·t(1)/t(P)"
+ROUTES_TITLE = f"auto: as few changes from dense as come within {MARGIN:.0%} of the shortest step"
+CROSSOVER_TITLE = "K*: rows up to which factors send fewer bytes; (K*): a rank has more"

@@ -2,35 +2,33 @@
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
 import dataclasses
-import functools
-import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import commlib
+from commlib.backward import at_end_of_backward, wait
 from commlib.checkpoint import StateDict, from_state, to_state
 from commlib.collective import Rounds, lockstep
 from commlib.compressor import Memory
 from commlib.exchange import EXCHANGES
 from commlib.exchange.item import Item, Seeds, World
 from commlib.factors.layers import FactorLayers
-from commlib.groups import group_of, make_sequencer, sibling, waits_on_stream
+from commlib.groups import group_of, make_sequencer, sibling
 from commlib.handshake import agree, answer_roll_call, meeting_place, publish_failure
 from commlib.loss_scale import LossScale
 from commlib.manager.board import Board
-from commlib.manager.manager import Manager, may_choose
+from commlib.manager.manager import Manager
 from commlib.memory import MemoryStore
-from commlib.model import check_frozen_integers, layer_specs, one_device, trained_parameters
-from commlib.policy import Exact, Policy, policy_of
+from commlib.model import inside, trained_parameters
+from commlib.policy import Exact, Policy
 from commlib.readback import Readback
-from commlib.route import Plan, Route, Rules, make_plan
-from commlib.stats import PHASES, LayerStats, Meter, Stats
+from commlib.route import Plan, Route, Rules
+from commlib.setup import Setup, check_count
+from commlib.stats import Meter, Stats
 
 _EXACT = Exact()
 
@@ -79,53 +77,37 @@ class HookState:
         self.world = World(dist.get_rank(self._group), dist.get_world_size(self._group))
         self._key = meeting_place(self._group, self.world)
         try:
-            _check_count("dense_steps", dense_steps)
-            _check_count("min_size", min_size)
-            _check_count("seed", seed)
+            for name, value in (("dense_steps", dense_steps), ("min_size", min_size), ("seed", seed)):
+                check_count(name, value)
             if not timeout > 0:
                 raise ValueError(f"timeout must be a number of seconds > 0, got {timeout!r}")
-            inner = module.module if isinstance(module, DistributedDataParallel) else module
-            specs = layer_specs(inner, getattr(module, "parameters_to_ignore", ()))
-            if isinstance(compressor, dict):
-                check_frozen_integers(inner, compressor)
-            device = one_device(specs)
-            policy = policy_of(compressor)
-            rules: Rules = "none" if policy is not None or isinstance(compressor, Policy) else compressor
-            self._plan = make_plan(specs, rules, world=self.world.size, min_size=min_size)
+            setup = Setup.of(module, self._group, compressor, min_size)
             self._scale = LossScale(scaler, module)
-            by_rows = {p.spec.layer for p in self._plan if p.route.exchange == "factors" and p.spec.layer is not None}
-            if policy is not None:
-                by_rows, why = may_choose(module, self._group, specs, min_size)
-                self._plan = self._plan.because(str(policy), why)
-            self._factors = FactorLayers.of(module, by_rows, self.world, weakref.WeakMethod(self._with_factors))
-            if self._factors is not None and waits_on_stream(self._group, device):
-                raise ValueError("factors are not exchanged over NCCL yet: use Gloo, or another route")
+            self._factors = FactorLayers.of(module, setup.layers, self.world, weakref.WeakMethod(self._with_factors))
         except Exception as e:
             publish_failure(self._group, self._key, self.world, e)
             raise
         terms = {"commlib": commlib.__version__, "dense_steps": str(dense_steps), "seed": str(seed)}
         terms["scaler"] = "none" if scaler is None else "given"
-        if policy is not None:
-            terms["layers to choose for"] = ", ".join(sorted(by_rows))
-        elif self._factors is not None:
+        if self._factors is not None and not setup.chosen_later:  # or unlike ranks just do not choose them
             terms |= self._factors.terms()
-        agree(self._group, self._key, {**terms, **self._plan.describe()}, self.world, timeout)
-        self._names = {id(p): n for n, p in trained_parameters(inner).items()}
+        agree(self._group, self._key, {**terms, **setup.terms()}, self.world, timeout)
+        self._plan, specs = setup.plan, setup.specs
+        self._names = {id(p): n for n, p in trained_parameters(inside(module)).items()}
         self._specs = {s.name: s for s in specs}
         self._dense_steps, self._seed = dense_steps, seed
         self._meters = {s.name: Meter(s.device) for s in specs}
         self._store = MemoryStore()
-        self._manager: Manager | None = None
         self._watched = any(p.route.codec.slots(p.spec) or p.route.codec.random for p in self._plan) or dense_steps > 0
-        rounds = 2 if self._factors is not None else max(p.route.carrier().ROUNDS for p in self._plan)
         self._lost_key = f"{self._key}/lost"
-        self._sequencer = make_sequencer(self._group, self._lost_key, self.world, device, rounds)
+        self._sequencer = make_sequencer(self._group, self._lost_key, self.world, setup.device, setup.rounds())
         weakref.finalize(self, self._sequencer.close, wait=False)
+        self._manager: Manager | None = None
         if self._factors is not None:
-            own = sibling(self._group, device)
-            self._factors.tap(own, traced=policy is not None)
+            own = sibling(self._group, setup.device)
+            self._factors.tap(own, traced=setup.chosen_later)
             weakref.finalize(self, self._factors.remove)
-            if policy is not None:
+            if setup.chosen_later:
                 board = Board(self._group, self._key, self.world, timeout)
                 self._manager = Manager(specs, self._factors, board, own, self.world, self._meters)
         self._step = self._skipped = 0
@@ -153,15 +135,8 @@ class HookState:
     def stats(self) -> Stats:
         """Bytes and seconds since attach, on this rank. On CUDA waits for what was timed."""
         self._settle()
-        layers = {}
-        for p in self._plan:
-            meter = self._meters[p.spec.name]
-            layers[p.spec.name] = LayerStats(
-                str(p.route), p.spec.numel, round(meter.wire), round(meter.dense), meter.seconds()
-            )
-        seconds = {phase: sum(layer.seconds[phase] for layer in layers.values()) for phase in PHASES}
-        dense = round(sum(m.dense for m in self._meters.values()))
-        return Stats(self._step, self._skipped, round(self._sequencer.wire_bytes), dense, seconds, layers)
+        routes = {p.spec.name: (str(p.route), p.spec.numel) for p in self._plan}
+        return Stats.of(self._step, self._skipped, self._sequencer.wire_bytes, routes, self._meters)
 
     def state_dict(self) -> StateDict:
         """This rank's residuals and step count: copies in unscaled units, valid at any time between steps.
@@ -210,7 +185,7 @@ class HookState:
             self._settle(abandon=True)
             self._undoable = False
             self._store.rescale(self._scale.now())
-            self._shadow = not _at_end_of_backward(self._finish)
+            self._shadow = not at_end_of_backward(self._finish)
         buffer = bucket.buffer()
         names = []
         routes: dict[str, list[Item]] = {}
@@ -248,11 +223,7 @@ class HookState:
         if self._manager is not None:
             self._manager.backward_ended()
         for future in self._buckets:
-            done = threading.Event()
-            future.add_done_callback(functools.partial(_signal, done))
-            while not done.wait(timeout=1.0):  # a slow link, or a rank that is gone
-                answer_roll_call(self._group, self._lost_key, self.world)
-            future.wait()
+            wait(future, lambda: answer_roll_call(self._group, self._lost_key, self.world))
         self._review()
 
     def _review(self) -> None:
@@ -319,24 +290,6 @@ class HookState:
 def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """The communication hook: ``ddp.register_comm_hook(commlib.HookState(ddp, …), commlib.hook)``."""
     return state.reduce(bucket)
-
-
-def _signal(done: threading.Event, future: Any) -> None:
-    done.set()
-
-
-def _at_end_of_backward(call: Callable[[], None]) -> bool:
-    """Whether there is a backward pass, at whose end it is called. (A rank that has joined shadows the others'.)"""
-    try:
-        torch.autograd.Variable._execution_engine.queue_callback(call)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name} must be a whole number ≥ 0, got {value!r}")
 
 
 def _came_through(future: torch.futures.Future[Tensor]) -> bool:

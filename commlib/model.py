@@ -31,6 +31,12 @@ def check_ddp(ddp: Any) -> None:
         )
 
 
+def inside(module: nn.Module) -> nn.Module:
+    """The model that a DDP wraps; any other module itself."""
+    inner: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
+    return inner
+
+
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Name → parameter for all that need a gradient; shared ones once, under their first name.
 

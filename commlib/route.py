@@ -108,7 +108,7 @@ class Plan:
 
     def because(self, about: str, reason: str) -> Plan:
         """The same routes for another reason."""
-        layers = {n: dataclasses.replace(p, reason=reason or "measuring") for n, p in self.layers.items()}
+        layers = {n: dataclasses.replace(p, reason=reason) for n, p in self.layers.items()}
         return Plan(layers, self.world, about)
 
     def describe(self) -> dict[str, str]:

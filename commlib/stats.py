@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -49,6 +49,32 @@ class Stats:
     def ratio(self) -> float:
         """How many times fewer bytes than dense; infinite if nothing was sent."""
         return self.dense_bytes / self.wire_bytes if self.wire_bytes else float("inf")
+
+    @classmethod
+    def of(
+        cls,
+        steps: int,
+        skipped: int,
+        wire_bytes: float,
+        routes: Mapping[str, tuple[str, int]],
+        meters: Mapping[str, Meter],
+    ) -> Stats:
+        """From what was counted.
+
+        Args:
+            steps: that count.
+            skipped: that do not.
+            wire_bytes: sent.
+            routes: layer → its route and number of values.
+            meters: by the same names.
+        """
+        layers = {}
+        for name, (route, numel) in routes.items():
+            meter = meters[name]
+            layers[name] = LayerStats(route, numel, round(meter.wire), round(meter.dense), meter.seconds())
+        seconds = {phase: sum(layer.seconds[phase] for layer in layers.values()) for phase in PHASES}
+        dense = round(sum(m.dense for m in meters.values()))
+        return cls(steps, skipped, round(wire_bytes), dense, seconds, layers)
 
 
 class Meter:

@@ -50,7 +50,10 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
     """
     trips = [(item, _trip(item)) for item in items]
     late = torch.tensor([trip.late for _, trip in trips], dtype=torch.int32, device=items[0].grad.device)
-    yield [*(First(trip, _payers(item)) for item, trip in trips), AllReduce(late)]
+    yield [
+        *(First(trip, _payers(item)) for item, trip in trips),
+        AllReduce(late, [(item.meter, late.itemsize) for item in items]),
+    ]
     heard = [trip.way() for _, trip in trips]
     ways = ["summed" if n else way for n, way in zip(late.tolist(), heard, strict=True)]
     second: list[Collective] = []

@@ -13,13 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from commlib.errors import CommlibError
 from commlib.exchange.item import World
 from commlib.factors.layers import FactorLayers
-from commlib.groups import waits_on_stream
 from commlib.layer import LayerSpec
 from commlib.manager.board import Board
 from commlib.manager.decision import Decision
@@ -27,7 +24,6 @@ from commlib.manager.model import Model
 from commlib.manager.pilot import Pilot
 from commlib.manager.probe import measure_link, measure_product
 from commlib.manager.sheet import Figures, Sheet, slowest
-from commlib.model import linear_layers
 from commlib.route import Plan, resolve
 from commlib.stats import Meter
 
@@ -188,31 +184,6 @@ class Manager:
         self._wire_before = self._wire()
         self._factors.watch = decision.watch
         self._factors.activate([n for n, r in decision.routes.items() if r == "factors"], decision.rows)
-
-
-def may_choose(module: nn.Module, group: Any, specs: Sequence[LayerSpec], min_size: int) -> tuple[set[str], str]:
-    """The linear layers that have another exact way than dense.
-
-    Args:
-        module: the DDP model, or the one inside.
-        group: process group.
-        specs: of all parameters.
-        min_size: values that a weight must have.
-
-    Returns:
-        Their names; and if there are none, why, in words.
-    """
-    if not isinstance(module, DistributedDataParallel):
-        return set(), "attached to a module inside DDP, whose passes nobody sees: dense"
-    if group.size() == 1:
-        return set(), "one rank only"
-    if waits_on_stream(group, specs[0].device):
-        return set(), "factors do not go over NCCL yet, and there is no other exact route"
-    if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in module.modules()):
-        return set(), "the model is compiled, and catching rows would break its graph: dense"
-    known = linear_layers(module.module, getattr(module, "parameters_to_ignore", ()))
-    large = {name for name, m in known.items() if m.weight.numel() >= min_size}
-    return large, "" if large else "no linear layer of its own has enough values: there is no other exact route"
 
 
 def _seconds(meter: Meter) -> float:

@@ -162,7 +162,8 @@ class Pilot:
         self._ratios = []
         changed = routes(self._choice, self._dense.seen)
         predicted = f"predicted {_ms(self._choice.seconds)} a step, all dense {_ms(self._choice.dense_s)}"
-        said = "; ".join(filter(None, [said, f"{len(changed)} layers by other routes than dense ({predicted})"]))
+        what = f"{len(changed)} layers by other routes than dense" if changed else "all layers dense"
+        said = "; ".join(filter(None, [said, f"{what} ({predicted})"]))
         if not changed or changed == dict(self._now.routes):
             return self._settle(said)
         return self._try(said)

@@ -1,0 +1,33 @@
+"""The end of a backward pass, and waiting there."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def at_end_of_backward(call: Callable[[], None]) -> bool:
+    """Whether there is a backward pass, at whose end it is called. (A rank that has joined shadows the others'.)"""
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(call)
+    except RuntimeError:
+        return False
+    return True
+
+
+def wait(future: torch.futures.Future[Tensor], meanwhile: Callable[[], None], every: float = 1.0) -> None:
+    """Until it is done, raising its error; calls ``meanwhile`` every so many seconds."""
+    done = threading.Event()
+    future.add_done_callback(functools.partial(_signal, done))
+    while not done.wait(timeout=every):  # a slow link, or a rank that is gone
+        meanwhile()
+    future.wait()
+
+
+def _signal(done: threading.Event, future: Any) -> None:
+    done.set()

@@ -1,0 +1,121 @@
+"""The price of a layer by each route, against the counts of :mod:`commlib.cost` and against what is really sent."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commlib import cost, price
+from commlib.cost import Shape
+from commlib.exchange.item import World
+from commlib.factors.trip import Habit, Trip
+from commlib.link import Line, Link
+
+F32 = 4  # bytes
+HEADER = 16  # bytes before a rank's rows
+SHAPES = st.integers(2, 64).flatmap(
+    lambda p: st.builds(
+        Shape,
+        m=st.integers(1, 5000),
+        n=st.integers(1, 5000),
+        rows=st.integers(0, 5000),
+        workers=st.just(p),
+        servers=st.just(p),
+    )
+)
+ODD = Link(4, Line(0.5, 1e-8), Line(0.125, 3e-8))
+
+
+def dense(s: Shape, link: Link) -> price.Way:
+    return price.dense(s.matrix * F32, link)
+
+
+def factors(s: Shape, link: Link, local_s: float = 0.0, rebuild_s: float = 0.0) -> price.Way:
+    return price.factors(s.n, s.m, s.rows, link, local_s=local_s, rebuild_s=rebuild_s)
+
+
+def values(way: price.Way, headers: int = 0) -> float:
+    """Sent and received: a ring and an all-gather receive as much as they send."""
+    return 2 * (way.sent - headers * HEADER) / F32
+
+
+def test_a_square_layer_on_eight_ranks_moves_the_values_of_the_papers() -> None:
+    s, link = Shape(4096, 4096, rows=32, workers=8, servers=8), Link.ring(8, 10, 0)
+    assert values(dense(s, link)) == 58_720_256
+    assert values(factors(s, link), headers=7) == 3_670_016
+
+
+@given(SHAPES)
+def test_any_layer_moves_what_the_cost_model_counts(s: Shape) -> None:
+    link = Link.ring(s.workers, 1, 0)
+    assert values(dense(s, link)) == pytest.approx(cost.ps_colocated(s))
+    assert values(factors(s, link), headers=s.workers - 1) == cost.factors(s)
+
+
+@given(SHAPES)
+def test_rows_are_cheaper_up_to_the_crossover_where_nothing_but_bytes_costs(s: Shape) -> None:
+    link = Link.ring(s.workers, 1, 0)
+    header, one = (factors(Shape(s.m, s.n, k, s.workers, s.servers), link).alone_s for k in (0, 1))
+    even = dense(s, link).alone_s / (one - header)
+    assert even == pytest.approx(cost.crossover_rows(s.m, s.n, s.workers, s.servers), rel=1e-6)
+    if abs(s.rows - even) > 1e-6 * even:
+        assert (factors(s, link).alone_s - header < dense(s, link).alone_s) == (s.rows < even)
+
+
+@given(SHAPES, st.floats(0, 1), st.floats(0.01, 100))
+def test_a_dense_exchange_takes_what_a_ring_does_by_the_textbook(s: Shape, latency_s: float, gbit_s: float) -> None:
+    way = dense(s, Link.ring(s.workers, gbit_s, latency_s))
+    rounds = 2 * (s.workers - 1)
+    part = s.matrix * F32 / s.workers / (gbit_s * 1e9 / 8)
+    assert way.link_s + way.shared_s == pytest.approx(rounds * (latency_s + part))
+    assert (way.route, way.early, way.before_s, way.after_s, way.saved_s) == ("dense", False, 0, 0, 0)
+
+
+@given(SHAPES.filter(lambda s: s.rows > 0))
+def test_a_layer_s_rows_are_as_many_bytes_as_its_trip_sends(s: Shape) -> None:
+    habit = Habit()
+    habit.expect(s.rows)
+    trip = Trip((s.n, s.m), habit, World(0, s.workers), torch.device("cpu"))
+    assert factors(s, Link.ring(s.workers, 1, 0)).sent == trip.wire_bytes()
+
+
+@given(SHAPES, st.floats(0, 1), st.floats(0, 1))
+def test_rows_pay_a_gather_and_a_product_and_save_the_local_one(s: Shape, local_s: float, rebuild_s: float) -> None:
+    link = Link(s.workers, ODD.all_reduce, ODD.all_gather)
+    way = factors(s, link, local_s, rebuild_s)
+    assert way.link_s == link.all_gather.seconds(way.sent)
+    assert way.shared_s == link.all_reduce.alpha  # a word whether the rows are all there is
+    assert way.alone_s == pytest.approx(way.link_s + rebuild_s - local_s)
+    assert (way.route, way.early, way.before_s) == ("factors", True, 0)
+
+
+def test_rows_of_half_as_many_bytes_a_value_are_half_as_many_bytes() -> None:
+    whole, half = (
+        price.factors(30, 20, 7, ODD, local_s=0, rebuild_s=0, itemsize=size).sent - 3 * HEADER for size in (4, 2)
+    )
+    assert whole == 2 * half == 3 * 7 * 50 * 4
+
+
+@pytest.mark.parametrize(
+    ("gathers", "reduces", "shared", "beta"),
+    [(1, 0, 0.125, 3e-8), (2, 0, 0.25, 3e-8), (0, 2, 1.0, 1e-8), (1, 1, 0.625, 3e-8)],
+)
+def test_a_payload_pays_its_bytes_and_its_bucket_the_collectives(
+    gathers: int, reduces: int, shared: float, beta: float
+) -> None:
+    way = price.compressed("topk", 1e6, ODD, gathers=gathers, reduces=reduces, before_s=0.01, after_s=0.02)
+    assert (way.route, way.sent, way.early, way.saved_s) == ("topk", 1e6, False, 0)
+    assert way.shared_s == pytest.approx(shared)
+    assert way.link_s == pytest.approx(beta * 1e6)
+    assert way.alone_s == pytest.approx(beta * 1e6 + 0.03)
+
+
+def test_one_rank_alone_sends_nothing() -> None:
+    link, s = Link.ring(1, 1, 1e-3), Shape(300, 200, rows=5, workers=1, servers=1)
+    for way in (dense(s, link), factors(s, link)):
+        assert (way.sent, way.link_s, way.shared_s) == (0, 0, 0)
+    assert math.isinf(cost.crossover_rows(s.m, s.n, 1, 1))

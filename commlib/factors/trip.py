@@ -24,6 +24,7 @@ from commlib.exchange.item import World
 from commlib.factors.tap import Rows
 
 _HEADER = 16  # bytes: number of rows and flags, as int64
+_ALIGN = 8
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DIRTY = 1 << 8  # flag: there is gradient besides the rows; the low byte is the index of the rows' dtype
 _LATELY = 20  # steps after which room that nobody needed is given up
@@ -149,7 +150,8 @@ class Trip:
         self._works.append(group._allgather_base(self._out, payload))
 
     def _nbytes(self, room: Room) -> int:
-        return _HEADER + room.rows * (self.m + self.n) * room.dtype.itemsize
+        values = room.rows * (self.m + self.n) * room.dtype.itemsize
+        return _HEADER + -(-values // _ALIGN) * _ALIGN  # or the next rank's header could not be read where it lies
 
     # -- what comes then, in the lanes --
 
@@ -218,7 +220,8 @@ class Trip:
     def _parts(self, payload: Tensor, room: Room) -> Rows:
         values = payload[_HEADER:].view(room.dtype)
         end = room.rows * self.m
-        return values[:end].view(room.rows, self.m), values[end:].view(room.rows, self.n)
+        last = end + room.rows * self.n
+        return values[:end].view(room.rows, self.m), values[end:last].view(room.rows, self.n)
 
 
 class First:

@@ -1,4 +1,7 @@
-"""Random models, routes, batches and delays: no hang, the same bits everywhere, and DDP's gradient."""
+"""Random models, plans, batches and delays: no hang, the same bits everywhere, and DDP's gradient.
+
+Every second plan is by rule; the others are a manager's that changes its mind at random after every step or two.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,14 @@ import commlib
 from commlib.exchange import sequencer
 from commlib.exchange.item import World
 from commlib.factors.layers import FactorLayers
+from commlib.manager import manager
+from commlib.manager.decision import Decision
+from commlib.manager.model import Model
+from commlib.manager.sheet import Figures
 from fleet import Fleet
 from toy import same_everywhere
 
-MODELS, JOBS = 200, 10
+MODELS, JOBS, STEPS = 200, 10, 5
 
 
 class Random(nn.Module):
@@ -65,15 +72,33 @@ def delays(dice: random.Random) -> Iterator[None]:
             setattr(c, name, original)
 
 
+class Whim:
+    """Rank 0's head without a mind."""
+
+    def __init__(self, model: Model) -> None:
+        self._layers = [u.name for u in model.units.values() if u.shape is not None]
+        self._dice = random.Random(",".join(self._layers))
+
+    def first(self) -> Decision:
+        return Decision(steps=1, skip=0, probe=False)
+
+    def review(self, f: Figures) -> Decision:
+        some = [n for n in self._layers if self._dice.random() < 0.6]
+        self._dice.shuffle(some)
+        rows = {n: self._dice.randint(0, 9) for n in some}
+        steps, watch = self._dice.randint(1, 2), self._dice.random() < 0.5
+        return Decision(dict.fromkeys(some, "factors"), rows, steps, 0, watch, probe=False, phase="trial")
+
+
 def train(world: World, seed: int, rules: Any) -> Tensor:
-    """All gradients of three steps; in the second two passes add up."""
+    """All gradients of five steps; in the second two passes add up."""
     torch.manual_seed(seed)
     module = Random(random.Random(seed), world.rank)
     ddp = DistributedDataParallel(module, bucket_cap_mb=0.0005, find_unused_parameters=True)
     comm = None if rules is None else commlib.attach(ddp, rules, min_size=0)
     dice = random.Random(1000 * seed + world.rank)
     grads = []
-    for step in range(3):
+    for step in range(STEPS):
         ddp.zero_grad()
         x = torch.randn(dice.randint(1, 9), module.width, generator=torch.Generator().manual_seed(dice.getrandbits(32)))
         if step == 1:
@@ -88,10 +113,13 @@ def train(world: World, seed: int, rules: Any) -> Tensor:
 
 def models(world: World, first: int, count: int) -> list[str]:
     wrong = []
+    vars(manager)["Pilot"] = Whim
     for seed in range(first, first + count):
         dice = random.Random(seed)
         layers = len(Random(random.Random(seed), 0).layers)
-        rules = {f"layers.{i}.*": "factors" for i in range(layers) if dice.random() < 0.7} or "factors"
+        rules: Any = {f"layers.{i}.*": "factors" for i in range(layers) if dice.random() < 0.7} or "factors"
+        if seed % 2:
+            rules = "auto"
         with delays(random.Random(world.rank)):
             ours = train(world, seed, rules)
         ddps = train(world, seed, None)

@@ -14,7 +14,7 @@ from torch import Tensor
 from commlib.exchange.item import World
 from commlib.factors.trip import Habit, Room, Trip
 
-N, M = 5, 7
+N, M = 4, 7  # an odd number of values in a row
 CPU = torch.device("cpu")
 
 

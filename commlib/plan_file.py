@@ -1,0 +1,201 @@
+"""Plans as files: saved, loaded, pinned to a model, and compared with another."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+import commlib
+from commlib.errors import unknown
+from commlib.layer import Kind, LayerSpec
+from commlib.registry import compressors, make
+from commlib.route import Plan, PlannedLayer, Route, resolve
+
+SCHEMA = 1
+_FLOATS = {name: t for name, t in vars(torch).items() if isinstance(t, torch.dtype) and t.is_floating_point}
+_Check = tuple[Callable[[Any], bool], str]  # whether a value will do, and what would
+_TEXT: _Check = (lambda v: isinstance(v, str), "a text")
+_COUNT: _Check = (lambda v: type(v) is int and v >= 0, "a whole number ≥ 0")
+_SECONDS: _Check = (lambda v: (type(v) is int or isinstance(v, float)) and abs(v) <= sys.float_info.max, "seconds")
+_TIME: _Check = (lambda v: v is None or _SECONDS[0](v), "seconds, or null")
+_HEAD: Mapping[str, _Check] = {
+    **dict.fromkeys(("commlib", "about"), _TEXT),
+    "schema": _COUNT,
+    "world_size": (lambda v: type(v) is int and v > 0, "a whole number > 0"),
+    "layers": (lambda v: isinstance(v, list), "a list"),
+}
+_LAYER: Mapping[str, _Check] = {
+    **dict.fromkeys(("name", "route", "reason"), _TEXT),
+    **dict.fromkeys(("predicted_s", "measured_s"), _TIME),
+    "shape": (lambda v: isinstance(v, list) and all(map(_COUNT[0], v)), "a list of whole numbers ≥ 0"),
+    "dtype": (lambda v: isinstance(v, str) and v in _FLOATS, "a floating-point dtype such as float32"),
+    "kind": (lambda v: v in get_args(Kind), f"one of {', '.join(get_args(Kind))}"),
+    "rows": (lambda v: v is None or _COUNT[0](v), "a whole number ≥ 0, or null"),
+}
+
+
+def to_text(plan: Plan) -> str:
+    """The plan as JSON; a time that is not finite is left out. Raises ValueError if a route could not be read back."""
+    for route, name in {str(p.route): p.spec.name for p in plan}.items():
+        _route(route, plan.world, f"the plan cannot be saved: layer {name!r}")
+    head = {"schema": SCHEMA, "commlib": commlib.__version__, "world_size": plan.world, "about": plan.about}
+    return json.dumps({**head, "layers": [_entry(p) for p in plan]}, indent=1) + "\n"
+
+
+def save(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Puts a plan's file there at once: whoever reads it finds the old one or the new one, never a part of either.
+
+    Raises:
+        ValueError, MissingDependency: as :func:`to_text`.
+        OSError: it cannot be written; what was there before still is.
+    """
+    text, path = to_text(plan), Path(path)
+    part = path.parent / f".plan-{uuid.uuid4().hex}"
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    except OSError as e:
+        why = e.strerror if path.parent.is_dir() else f"{path.parent} is no folder; make it first"
+        raise OSError(e.errno, f"the plan cannot be saved: {why}", str(path)) from e
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
+
+
+def load(path: str | os.PathLike[str]) -> Plan:
+    """The plan in a file. Raises OSError if it cannot be read; and as :func:`from_text`."""
+    return from_text(Path(path).read_text(encoding="utf-8", errors="replace"), str(path))
+
+
+def from_text(text: str, origin: str) -> Plan:
+    """The plan that :func:`to_text` wrote: layers on the cpu, tied to no linear layer before :func:`pin`.
+
+    Raises:
+        ValueError: not JSON, no plan, another schema, a field missing or wrong, a route that is not known.
+        MissingDependency: a codec needs a package that is not installed.
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{origin} is not JSON: {error}") from error
+    schema = found.get("schema") if isinstance(found, dict) else None
+    if type(schema) is not int or schema != SCHEMA:
+        has = "is no plan that commlib has saved: it has no schema" if schema is None else f"has schema {schema!r:.40}"
+        raise ValueError(f"{origin} {has}; commlib {commlib.__version__} reads schema {SCHEMA}: save a plan anew")
+    world = _checked(found, _HEAD, origin)["world_size"]
+    layers: dict[str, PlannedLayer] = {}
+    for number, entry in enumerate(found["layers"], 1):
+        where = f"{origin}: layer {entry.get('name', number) if isinstance(entry, dict) else number!r:.80}"
+        e = _checked(entry, _LAYER, where)
+        spec = LayerSpec(e["name"], tuple(e["shape"]), _FLOATS[e["dtype"]], kind=e["kind"], rows=e.get("rows"))
+        if spec.name in layers:
+            raise ValueError(f"{where} is there twice")
+        route, times = _route(e["route"], world, where), (e.get("predicted_s"), e.get("measured_s"))
+        layers[spec.name] = PlannedLayer(spec, route, _dense(route, world), e["reason"], *times)
+    return Plan(layers, world, found["about"])
+
+
+def pin(plan: Plan, specs: Sequence[LayerSpec], world: int) -> Plan:
+    """The plan for these layers, on ``world`` ranks, with the routes of one that was made for the same model.
+
+    Rows are taken over, and predictions if they were for as many ranks; what was measured is not.
+
+    Raises:
+        ValueError: other layers, shapes or dtypes; a route that refuses its layer; or a bias that goes by factors
+            without its weight, or the reverse. At most three layers are named.
+    """
+    here, then = {s.name: s for s in specs}, plan.layers
+    now, was = {n: s.layout() for n, s in here.items()}, {n: p.spec.layout() for n, p in then.items()}
+    apart = ((n, now.get(n, "missing"), was.get(n, "missing")) for n in {**now, **was})
+    _stop("the plan is of another model", (f"{n} is {a} in the model, {b} in the plan" for n, a, b in apart if a != b))
+    routes = {n: p.route for n, p in then.items()}
+    refused = ((n, routes[n].codec.refuse(s) or routes[n].refuse(s)) for n, s in here.items())
+    _stop("a route cannot carry its layer", (f"{n} by {routes[n]}: {why}" for n, why in refused if why))
+    sent = {s.layer for s in specs if s.kind == "linear.weight" and routes[s.name].exchange == "factors"}
+    alone = (s.name for s in specs if (s.layer in sent) != (routes[s.name].exchange == "factors"))
+    _stop("a bias must go by factors if its weight does, and only then", alone)
+    note = "" if plan.world == world else f"planned for {plan.world} rank{'s' * (plan.world != 1)}"
+    layers = {}
+    for n, s in here.items():
+        spec = s if s.rows is not None else dataclasses.replace(s, rows=then[n].spec.rows)
+        predicted = None if note else then[n].predicted_s
+        layers[n] = PlannedLayer(spec, routes[n], _dense(routes[n], world), _pinned(then[n].reason, note), predicted)
+    return Plan(layers, world, _pinned(plan.about, note))
+
+
+def diff(old: Plan, new: Plan) -> str:
+    """What differs: the line about predicted steps; layers in one only, gradients, and routes with their reasons."""
+    table = [("layer", "old", "new", "why")]
+    for name in {**old.layers, **new.layers}:
+        both = [plan.layers.get(name) for plan in (old, new)]
+        before, after = (f"{p.spec.layout()} {p.route}" if p else "-" for p in both)
+        if before != after:
+            table.append((name, before, after, " → ".join(dict.fromkeys(p.reason or "-" for p in both if p))))
+    same = _pinned(old.about) == _pinned(new.about)
+    lines = [] if same else [f"{k}: {p.about or 'no prediction'}" for k, p in (("old", old), ("new", new))]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    rows = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+    return "\n".join([*lines, *(rows if len(rows) > 1 else [])]) or "no difference"
+
+
+def _entry(p: PlannedLayer) -> dict[str, Any]:
+    s, seconds = p.spec, [t if _SECONDS[0](t) else None for t in (p.predicted_s, p.measured_s)]
+    head = {"name": s.name, "shape": s.shape, "dtype": str(s.dtype).removeprefix("torch."), "kind": s.kind}
+    known = {} if s.rows is None else {"rows": s.rows}
+    times = {"predicted_s": seconds[0], "measured_s": seconds[1]}
+    return {**head, "route": str(p.route), **known, "reason": p.reason, **times}
+
+
+def _checked(entry: Any, fields: Mapping[str, _Check], where: str) -> dict[str, Any]:
+    """The entry, if all its fields are as they must be; those that may be null may be missing."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where} must be an object, got {entry!r:.40}")
+    wrong = [unknown("field", k, fields) for k in entry if k not in fields]
+    found = {k: f"got {entry[k]!r:.40}" if k in entry else "and is missing" for k in fields}
+    wrong += [f"{k} must be {what}, {found[k]}" for k, (good, what) in fields.items() if not good(entry.get(k))]
+    if wrong:
+        raise ValueError(f"{where}: {'; '.join(wrong[:3])}")
+    return entry
+
+
+def _route(text: str, world: int, where: str) -> Route:
+    """The route of a text. A codec may be one that is handed out as the dense form of another: dgc's heavyball."""
+    try:
+        return resolve(text, world)
+    except (ValueError, TypeError) as e:
+        codec, _, exchange = text.partition("@")
+        for other in compressors() if exchange == "dense" else ():
+            with contextlib.suppress(Exception):  # most know other options, or none
+                form = make(codec.replace(codec.partition(":")[0], other, 1)).dense_form()
+                if form is not None and str(form) == codec:
+                    return Route("dense", form)
+        raise ValueError(f"{where}: no route {text!r}: {e}") from e
+
+
+def _dense(route: Route, world: int) -> Route:
+    """The route while steps are dense; what is dense already stays (dgc's small layers keep their momentum)."""
+    if route.exchange == "dense" and route.codec.lossless:
+        return route
+    form = route.codec.dense_form()
+    return resolve("none@dense", world) if form is None else Route("dense", form)
+
+
+def _pinned(text: str, note: str = "") -> str:
+    return ": ".join(filter(None, ("pinned", note, text.removeprefix("pinned").removeprefix(": "))))
+
+
+def _stop(what: str, layers: Iterable[str]) -> None:
+    """Raises ValueError if there are any, and names three."""
+    found = list(layers)
+    if found:
+        more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+        raise ValueError(f"{what}: {'; '.join(found[:3])}{more}")

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import sys
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,8 +24,10 @@ _FLOATS = {name: t for name, t in vars(torch).items() if isinstance(t, torch.dty
 _Check = tuple[Callable[[Any], bool], str]  # whether a value will do, and what would
 _TEXT: _Check = (lambda v: isinstance(v, str), "a text")
 _COUNT: _Check = (lambda v: type(v) is int and v >= 0, "a whole number ≥ 0")
-_SECONDS: _Check = (lambda v: (type(v) is int or isinstance(v, float)) and abs(v) <= sys.float_info.max, "seconds")
-_TIME: _Check = (lambda v: v is None or _SECONDS[0](v), "seconds, or null")
+_TIME: _Check = (
+    lambda v: v is None or ((isinstance(v, float) or type(v) is int) and abs(v) < 1e300),
+    "seconds or null",
+)
 _HEAD: Mapping[str, _Check] = {
     **dict.fromkeys(("commlib", "about"), _TEXT),
     "schema": _COUNT,
@@ -148,7 +149,7 @@ def diff(old: Plan, new: Plan) -> str:
 
 
 def _entry(p: PlannedLayer) -> dict[str, Any]:
-    s, seconds = p.spec, [t if _SECONDS[0](t) else None for t in (p.predicted_s, p.measured_s)]
+    s, seconds = p.spec, [t if _TIME[0](t) else None for t in (p.predicted_s, p.measured_s)]
     head = {"name": s.name, "shape": s.shape, "dtype": str(s.dtype).removeprefix("torch."), "kind": s.kind}
     known = {} if s.rows is None else {"rows": s.rows}
     times = {"predicted_s": seconds[0], "measured_s": seconds[1]}

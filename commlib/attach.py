@@ -11,12 +11,12 @@ from commlib.handshake import publish_absence
 from commlib.hook import HookState, hook
 from commlib.model import check_ddp
 from commlib.policy import Exact, Policy
-from commlib.route import Rules
+from commlib.route import Plan, Rules
 
 _EXACT = Exact()
 
 
-def attach(ddp: DistributedDataParallel, compressor: Rules | Policy = _EXACT, **options: Any) -> HookState:
+def attach(ddp: DistributedDataParallel, compressor: Rules | Policy | Plan = _EXACT, **options: Any) -> HookState:
     """Compresses the gradient exchange of a DDP model from now on. Collective.
 
     Args:

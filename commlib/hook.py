@@ -46,7 +46,7 @@ class HookState:
         module: the DDP module, or the module inside it.
         compressor: :class:`Exact` (or ``"auto"``), which chooses a route for each layer by measurement; or a spec
             string (``"onebit"``, ``"topk:ratio=0.01@gather"``), a Compressor, a Route, or rules: a mapping from name
-            patterns to those; the first that matches decides, no match is dense.
+            patterns to those (the first that matches decides, no match is dense); or a Plan, saved earlier perhaps.
         process_group: the DDP's own, or one of the same ranks; by default the DDP's (the default group, if
             ``module`` is not wrapped).
         scaler: the GradScaler in use, so that residuals follow when its scale moves.
@@ -64,7 +64,7 @@ class HookState:
     def __init__(
         self,
         module: nn.Module,
-        compressor: Rules | Policy = _EXACT,
+        compressor: Rules | Policy | Plan = _EXACT,
         *,
         process_group: Any = None,
         scaler: Any = None,

@@ -24,10 +24,7 @@ _FLOATS = {name: t for name, t in vars(torch).items() if isinstance(t, torch.dty
 _Check = tuple[Callable[[Any], bool], str]  # whether a value will do, and what would
 _TEXT: _Check = (lambda v: isinstance(v, str), "a text")
 _COUNT: _Check = (lambda v: type(v) is int and v >= 0, "a whole number ≥ 0")
-_TIME: _Check = (
-    lambda v: v is None or ((isinstance(v, float) or type(v) is int) and abs(v) < 1e300),
-    "seconds or null",
-)
+_TIME: _Check = (lambda v: abs(v) < 1e300 if type(v) is int or isinstance(v, float) else v is None, "seconds or null")
 _HEAD: Mapping[str, _Check] = {
     **dict.fromkeys(("commlib", "about"), _TEXT),
     "schema": _COUNT,
@@ -94,13 +91,15 @@ def from_text(text: str, origin: str) -> Plan:
         raise ValueError(f"{origin} {has}; commlib {commlib.__version__} reads schema {SCHEMA}: save a plan anew")
     world = _checked(found, _HEAD, origin)["world_size"]
     layers: dict[str, PlannedLayer] = {}
+    routes: dict[str, Route] = {}
     for number, entry in enumerate(found["layers"], 1):
         where = f"{origin}: layer {entry.get('name', number) if isinstance(entry, dict) else number!r:.80}"
         e = _checked(entry, _LAYER, where)
         spec = LayerSpec(e["name"], tuple(e["shape"]), _FLOATS[e["dtype"]], kind=e["kind"], rows=e.get("rows"))
         if spec.name in layers:
             raise ValueError(f"{where} is there twice")
-        route, times = _route(e["route"], world, where), (e.get("predicted_s"), e.get("measured_s"))
+        route = routes[e["route"]] = routes.get(e["route"]) or _route(e["route"], world, where)
+        times = e.get("predicted_s"), e.get("measured_s")
         layers[spec.name] = PlannedLayer(spec, route, _dense(route, world), e["reason"], *times)
     return Plan(layers, world, found["about"])
 
@@ -128,8 +127,8 @@ def pin(plan: Plan, specs: Sequence[LayerSpec], world: int) -> Plan:
     layers = {}
     for n, s in here.items():
         spec = s if s.rows is not None else dataclasses.replace(s, rows=then[n].spec.rows)
-        predicted = None if note else then[n].predicted_s
-        layers[n] = PlannedLayer(spec, routes[n], _dense(routes[n], world), _pinned(then[n].reason, note), predicted)
+        why, predicted = _pinned(then[n].reason, note), None if note else then[n].predicted_s
+        layers[n] = PlannedLayer(spec, routes[n], _dense(routes[n], world), why, predicted)
     return Plan(layers, world, _pinned(plan.about, note))
 
 
@@ -151,9 +150,8 @@ def diff(old: Plan, new: Plan) -> str:
 def _entry(p: PlannedLayer) -> dict[str, Any]:
     s, seconds = p.spec, [t if _TIME[0](t) else None for t in (p.predicted_s, p.measured_s)]
     head = {"name": s.name, "shape": s.shape, "dtype": str(s.dtype).removeprefix("torch."), "kind": s.kind}
-    known = {} if s.rows is None else {"rows": s.rows}
-    times = {"predicted_s": seconds[0], "measured_s": seconds[1]}
-    return {**head, "route": str(p.route), **known, "reason": p.reason, **times}
+    why = {"reason": p.reason, "predicted_s": seconds[0], "measured_s": seconds[1]}
+    return {**head, "route": str(p.route), **({} if s.rows is None else {"rows": s.rows}), **why}
 
 
 def _checked(entry: Any, fields: Mapping[str, _Check], where: str) -> dict[str, Any]:

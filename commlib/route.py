@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 from commlib.compressor import Compressor, LayerSpec
 from commlib.errors import unknown
@@ -106,6 +109,31 @@ class Plan:
     def __iter__(self) -> Iterator[PlannedLayer]:
         return iter(self.layers.values())
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Keep it in a file, for :meth:`load`. A file that is there is replaced, whole or not at all.
+
+        Raises:
+            OSError: it cannot be written.
+            ValueError: a route has no name that can be read back.
+        """
+        plan_file().save(self, path)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """A plan from a file. ``commlib.attach(ddp, plan)`` pins it: its routes, and no others.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it is no plan.
+        """
+        plan: Plan = plan_file().load(path)
+        return plan
+
+    def diff(self, new: Plan) -> str:
+        """What differs in a new plan, as text."""
+        text: str = plan_file().diff(self, new)
+        return text
+
     def because(self, about: str, reason: str) -> Plan:
         """The same routes for another reason."""
         layers = {n: dataclasses.replace(p, reason=reason) for n, p in self.layers.items()}
@@ -138,6 +166,11 @@ class Plan:
             *times,
             p.reason,
         ]
+
+
+def plan_file() -> Any:
+    """The module of plan files, which knows this one."""
+    return importlib.import_module("commlib.plan_file")
 
 
 def make_plan(specs: Sequence[LayerSpec], rules: Rules, *, world: int, min_size: int) -> Plan:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commlib.groups import waits_on_stream
 from commlib.layer import LayerSpec
 from commlib.model import check_frozen_integers, inside, layer_specs, linear_layers, one_device
+from commlib.plan_file import pin
 from commlib.policy import Policy, policy_of
 from commlib.route import Plan, Rules, make_plan
 
@@ -36,7 +37,7 @@ class Setup:
     chosen_later: bool
 
     @classmethod
-    def of(cls, module: nn.Module, group: Any, compressor: Rules | Policy, min_size: int) -> Setup:
+    def of(cls, module: nn.Module, group: Any, compressor: Rules | Policy | Plan, min_size: int) -> Setup:
         """For a model.
 
         Args:
@@ -57,7 +58,10 @@ class Setup:
             layers, why = _may_choose(module, group, device, min_size)
             plan = make_plan(specs, "none", world=group.size(), min_size=min_size)
             return cls(specs, device, plan.because(str(policy), why or "measuring"), layers, bool(layers))
-        plan = make_plan(specs, compressor, world=group.size(), min_size=min_size)
+        if isinstance(compressor, Plan):
+            plan = pin(compressor, specs, group.size())
+        else:
+            plan = make_plan(specs, compressor, world=group.size(), min_size=min_size)
         sent = {p.spec.layer for p in plan if p.route.exchange == "factors"}
         if sent and waits_on_stream(group, device):
             raise ValueError("factors are not exchanged over NCCL yet: use Gloo, or another route")

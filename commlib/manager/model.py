@@ -87,18 +87,19 @@ class Model:
             link: as probed.
 
         Returns:
-            The factor, from 1/4 to 4, and seconds to add.
+            The factor, from 1/8 to 8, and seconds to add.
         """
 
         def predicted(factor: float) -> float:
             return finish(p, self._dense(p, link.slower(factor)))
 
-        low, high = 0.25, 4.0
-        if predicted(low) >= span:  # hidden behind the backward pass
+        low, high = 1 / 8, 8.0
+        target = max(span, predicted(low))  # that long it takes if nothing of the link shows
+        if abs(predicted(1.0) - target) < 0.01 * target:
             return 1.0, span - predicted(1.0)
         for _ in range(40):  # it grows with the factor
             middle = (low + high) / 2
-            low, high = (middle, high) if predicted(middle) < span else (low, middle)
+            low, high = (middle, high) if predicted(middle) < target else (low, middle)
         return high, span - predicted(high)
 
     def choose(

@@ -90,7 +90,7 @@ class Pilot:
         if more > f.steps and not self._looked_again:
             self._looked_again = True
             return Decision(steps=more, skip=0, probe=False)
-        return self._plan("")
+        return self._plan("", f)
 
     def _tried(self, f: Figures) -> Decision:
         assert self._dense is not None
@@ -100,14 +100,14 @@ class Pilot:
         if better is not None:
             return better
         if self._ratios[-1] < _CLEAR:
-            return self._settle(f"the plan takes {_ms(f.span)} a step, dense took {_ms(self._dense.span)}")
+            return self._settle(f"the plan takes {_ms(f.span)} a step, dense took {_ms(self._dense.span)}", f)
         if len(self._ratios) < _ROUNDS and statistics.median(self._ratios) < 1.1:
             n = _samples(self._dense.span, 1.0, 2, 20)
             return dataclasses.replace(self._say(None), phase="dense again", steps=n + 1, watch=True)
         ratio = statistics.median(self._ratios)
         if ratio < _WON:
-            return self._settle(f"the plan takes {ratio:.2f} of dense's time, in the median of {_ROUNDS} rounds")
-        return self._retreat(ratio)
+            return self._settle(f"the plan takes {ratio:.2f} of dense's time, in the median of {_ROUNDS} rounds", f)
+        return self._retreat(ratio, f)
 
     def _dense_again(self, f: Figures) -> Decision:
         self._measured_dense(f)
@@ -120,7 +120,7 @@ class Pilot:
         ref = self._reference
         if ref is None:
             self._reference = f
-            return now
+            return dataclasses.replace(now, steps=_samples(f.span, 1.0, 10, 30))
         slower = not 1 / _DRIFT < f.span / ref.span < _DRIFT
         wire = min(f.wire, ref.wire) > 0 and max(f.wire, ref.wire) > _WIRE_SHARE * f.span
         if slower or (wire and not 1 / _WIRE_DRIFT < f.wire / ref.wire < _WIRE_DRIFT):
@@ -149,15 +149,15 @@ class Pilot:
             else:  # nobody has seen a dense step on this link
                 span = self._choose(self._dense, link).dense_s
                 self._dense = dataclasses.replace(self._dense, span=span)
-        return self._plan(f"the link has {_mbit(link)} instead of {_mbit(before)}")
+        return self._plan(f"the link has {_mbit(link)} instead of {_mbit(before)}", f)
 
     # -- what they decide --
 
-    def _plan(self, said: str) -> Decision:
-        """Choose for what is known, and try it unless it is what is done already."""
+    def _plan(self, said: str, f: Figures) -> Decision:
+        """Choose for what is known, and try it unless it is what is done already; ``f`` is what steps are like now."""
         assert self._dense is not None
         if self._link is None:
-            return self._settle("nothing was measured")
+            return self._settle("nothing was measured", f)
         self._choice = self._choose(self._dense, self._link)
         self._ratios = []
         changed = routes(self._choice, self._dense.seen)
@@ -165,7 +165,7 @@ class Pilot:
         what = f"{len(changed)} layers by other routes than dense" if changed else "all layers dense"
         said = "; ".join(filter(None, [said, f"{what} ({predicted})"]))
         if not changed or changed == dict(self._now.routes):
-            return self._settle(said)
+            return self._settle(said, f if changed == dict(self._now.routes) else None)
         return self._try(said)
 
     def _refine(self, f: Figures) -> Decision | None:
@@ -210,26 +210,25 @@ class Pilot:
         n = _samples(self._choice.seconds, 1.0, 2, 20)
         return dataclasses.replace(self._say(self._choice), phase="trial", steps=n + 1, watch=True, said=said)
 
-    def _retreat(self, ratio: float) -> Decision:
+    def _retreat(self, ratio: float, f: Figures) -> Decision:
         """It lost: leave the half that promises most, or nothing."""
         assert self._choice is not None
         planned = by_gain(self._choice)
         lost = planned[len(planned) // 2 :]
         why = f"lost in practice: with it a step took {ratio:.2f} of dense's time"
         self._barred |= dict.fromkeys(lost, why)
-        return self._plan(f"back to dense, for it {why}: {_names(lost)}")
+        return self._plan(f"back to dense, for it {why}: {_names(lost)}", f)
 
-    def _settle(self, said: str) -> Decision:
-        self._reference = None
-        assert self._dense is not None
-        span = self._choice.seconds if self._choice is not None else self._dense.span
-        steps = _samples(span, 1.0, 10, 30)
+    def _settle(self, said: str, f: Figures | None) -> Decision:
+        """Stay with what is chosen; ``f`` is what its steps are like, if any were made."""
+        self._reference = f
+        steps = 10 if f is None else _samples(f.span, 1.0, 10, 30)
         return dataclasses.replace(
             self._say(self._choice), phase="steady", steps=steps, skip=0, probe=False, watch=False, said=said
         )
 
     def _stay(self, said: str) -> Decision:
-        return dataclasses.replace(self._now, said=said, probe=False, steps=10)
+        return dataclasses.replace(self._now, said=said, probe=False, steps=10)  # and see what steps are like now
 
     def _say(self, choice: Choice | None) -> Decision:
         """Routes, reasons and predictions of a choice; None is all dense."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from commlib.line import fit
 from commlib.link import Line, Link
 
 _SIZES = (16 << 10, 1 << 20, 8 << 20)  # bytes a rank sends
-_SLOW = 0.3  # seconds: a size that would take longer is left out
+_LONGEST = (2.0, 0.3)  # seconds: the second and third are left out if they would take longer, by what the last took
 _WARM, _TIMES = 3, 5  # repetitions; fewer where they take long
 
 
@@ -52,11 +53,11 @@ def measure_link(group: Any, world: World, device: torch.device) -> Link:
 
 def _line(start: Callable[[int], Callable[[], Any]], agreed: Callable[[float], float]) -> Line:
     points: list[tuple[float, float]] = []
-    for sent in _SIZES:
-        if points and points[-1][1] * sent / points[-1][0] > _SLOW:
+    for sent, longest in zip(_SIZES, (math.inf, *_LONGEST), strict=True):
+        expected = points[-1][1] * sent / points[-1][0] if points else 0.0
+        if expected > longest:
             break
-        issue = start(sent)
-        short = not points or points[-1][1] * sent / points[-1][0] < _SLOW / 10
+        issue, short = start(sent), expected < 0.03
         for _ in range(_WARM if short else 1):
             issue().wait()
         times = [_timed(lambda issue=issue: issue().wait()) for _ in range(_TIMES if short else 2)]  # type: ignore[misc]

@@ -153,6 +153,25 @@ def test_a_change_that_saves_less_than_the_margin_is_not_made() -> None:
     assert changed(choose(p, plain, others, margin=0.0).ways) == {"a"}
 
 
+def test_of_two_changes_one_of_which_can_be_spared_the_larger_is_made() -> None:
+    p = Pass((Bucket(0, ("a", "b")),), {"a": 0, "b": 0}, 0)
+    plain, others = {"a": dense(51), "b": dense(51.5)}, {"a": [other(50)], "b": [other(50)]}
+    assert changed(choose(p, plain, others).ways) == {"b"}  # 101 is within the margin of 100, 102.5 is not
+
+
+@pytest.mark.parametrize(("link_s", "instead"), [(6, 0.5), (1.4, 1.0)], ids=["gains most", "gains least"])
+def test_products_that_hold_up_the_backward_pass_are_not_made_for_hidden_transfers(
+    link_s: float, instead: float
+) -> None:
+    """Though each costs less than its transfer by itself; and the last layer is found whatever its place."""
+    p = Pass((Bucket(1, ("first", "second")), Bucket(10, ("last",))), {"first": 0, "second": 0, "last": 9}, 10)
+    plain = {"first": dense(4), "second": dense(4), "last": dense(link_s)}
+    product = [other(0.5, after_s=3)]
+    choice = choose(p, plain, {"first": product, "second": product, "last": [other(instead)]})
+    assert changed(choice.ways) == {"last"}
+    assert (choice.dense_s, choice.seconds) == (10 + link_s, 10)
+
+
 @given(cases(), st.randoms(use_true_random=False))
 def test_the_order_of_dicts_does_not_matter_unless_gains_are_alike(case: Case, chance: object) -> None:
     p, plain, others = case

@@ -119,6 +119,10 @@ def test_what_is_saved_moves_the_rows_of_later_layers_too() -> None:
     assert finish(p, {"a": way(0, "factors", saved_s=3), "b": way(30, "factors")}) == 8 - 3 + 30
 
 
+def test_savings_do_not_make_anything_ready_before_the_step_begins() -> None:
+    assert finish(one_by_one([10], a=1), {"a": way(3, "topk", saved_s=50, before_s=5)}) == 0 + 5 + 3
+
+
 def test_compression_delays_its_bucket_and_the_later_ones() -> None:
     p = one_by_one([4, 8])
     plain = {"a": way(), "b": way(3)}

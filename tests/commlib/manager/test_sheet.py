@@ -115,10 +115,10 @@ def test_figures_are_medians_and_the_most_rows() -> None:
 
 def test_steps_with_other_buckets_than_the_last_one_s_count_for_their_rows_only() -> None:
     old = step(90.0, (80.0, ("a", "b")), seen={"fc": 70.0}, rows={"fc": 9})
-    new = [step(span, (1.0, ("b",)), (2.0, ("a",)), seen={"fc": 0.5}, rows={"fc": 5}) for span in (10.0, 12.0)]
+    new = [step(t, (1.0, ("b",)), (2.0, ("a",)), seen={"fc": t / 4}, rows={"fc": 5}) for t in (10.0, 12.0)]
     f = Figures.of([new[0], old, new[1]])
     assert (f.steps, f.span, f.ready, f.buckets) == (2, 11, (1, 2), (("b",), ("a",)))
-    assert (f.seen, f.rows) == ({"fc": 0.5}, {"fc": 9})
+    assert (f.seen, f.rows) == ({"fc": 2.75}, {"fc": 9})
 
 
 def test_a_layer_that_some_steps_do_not_use_has_the_median_of_those_that_do() -> None:

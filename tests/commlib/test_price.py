@@ -76,11 +76,12 @@ def test_a_dense_exchange_takes_what_a_ring_does_by_the_textbook(s: Shape, laten
 
 
 @given(SHAPES.filter(lambda s: s.rows > 0))
-def test_a_layer_s_rows_are_as_many_bytes_as_its_trip_sends(s: Shape) -> None:
+def test_a_layer_s_rows_are_as_many_bytes_as_its_trip_sends_but_for_padding(s: Shape) -> None:
     habit = Habit()
     habit.expect(s.rows)
     trip = Trip((s.n, s.m), habit, World(0, s.workers), torch.device("cpu"))
-    assert factors(s, Link.ring(s.workers, 1, 0)).sent == trip.wire_bytes()
+    padding = trip.wire_bytes() - factors(s, Link.ring(s.workers, 1, 0)).sent
+    assert padding == (s.workers - 1) * (-s.factors * F32 % 8)  # the next rank's header begins at a multiple of 8
 
 
 @given(SHAPES, st.floats(0, 1), st.floats(0, 1))

@@ -55,7 +55,7 @@ def test_quick_prints_a_table_and_what_it_means(tmp_path: Path) -> None:
         assert word in done.stdout
     (record,) = read(tmp_path)
     assert record.kind == "train"
-    assert [r["route"] for r in record.rows] == ["ddp", "torch-fp16", "int8", "onebit", "powersgd:rank=4"]
+    assert [r["route"] for r in record.rows] == ["ddp", "torch-fp16", "auto", "int8", "onebit", "powersgd:rank=4"]
     assert all(r["status"] == "ok" and r["loss_ok"] for r in record.rows)
 
 

@@ -135,7 +135,7 @@ def test_the_baseline_comes_first_and_always() -> None:
     every = choose((), (), 4)
     assert [c.name for c in every[:2]] == ["ddp", "torch-fp16"]
     assert [c.name for c in every if c.by == "commlib"] == list(COMMLIB)
-    assert {c.name for c in every if c.exact} == {"ddp", "none"}
+    assert {c.name for c in every if c.exact} == {"ddp", "none", "auto"}
     assert [c.name for c in choose((), ("onebit",), 4)] == ["ddp", "onebit"]
     assert [c.name for c in choose(("topk:ratio=0.1@gather",), ("topk:ratio=0.1@gather",), 4)][1:] == [
         "topk:ratio=0.1@gather"

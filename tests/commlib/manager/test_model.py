@@ -117,8 +117,10 @@ def test_a_link_that_the_probe_saw_too_fast_or_slow_is_put_right(case: Case, fac
     model, p, link = case
     span = all_dense(model, p, link.slower(factor))
     found, missing_s = model.calibrate(p, span, link)
-    assert found == pytest.approx(factor, rel=0.01)
-    assert missing_s == pytest.approx(0, abs=1e-3 * span)
+    assert found == pytest.approx(
+        factor, rel=0.02 if found == 1 else 0.01
+    )  # 1 if the step is as predicted, but for 1 %
+    assert missing_s == pytest.approx(0, abs=0.01 * span)
 
 
 @given(bound_by_transfers(), st.floats(1, 5), st.floats(0, 5))
@@ -126,7 +128,7 @@ def test_a_calibrated_dense_step_takes_what_it_took(case: Case, longer: float, s
     model, p, link = case
     p, span = dataclasses.replace(p, end=longer * p.end), share * all_dense(model, p, link)
     factor, missing_s = model.calibrate(p, span, link)
-    assert 0.25 <= factor <= 4
+    assert 1 / 8 <= factor <= 8
     assert all_dense(model, p, link.slower(factor), missing_s) == pytest.approx(span)
 
 
@@ -135,8 +137,10 @@ def test_a_transfer_that_hides_behind_the_backward_pass_says_nothing_about_the_l
     assert chain([250]).calibrate(Pass((Bucket(1.0, ("0",)),), {}, 10.0), span, ONE_S) == (1.0, span - 10)
 
 
-def test_a_step_that_no_likely_link_explains_leaves_seconds_over() -> None:
-    assert chain([250]).calibrate(Pass((Bucket(1.0, ("0",)),), {}, 1.0), 9.0, ONE_S) == pytest.approx((4.0, 9.0 - 5.0))
+@pytest.mark.parametrize(("span", "factor", "missing_s"), [(12.0, 8, 3), (0.5, 1 / 8, -0.625)])
+def test_what_no_likely_link_explains_is_left_over(span: float, factor: float, missing_s: float) -> None:
+    found = chain([250]).calibrate(Pass((Bucket(1.0, ("0",)),), {}, 1.0), span, ONE_S)
+    assert found == pytest.approx((factor, missing_s))
 
 
 def chosen(**changes: Any) -> Choice:

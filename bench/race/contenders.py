@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -50,9 +51,9 @@ class Contender:
         return None
 
 
-def _power_sgd(group: Any) -> tuple[object, Any]:
+def _power_sgd(group: Any, rank: int = 4) -> tuple[object, Any]:
     # Two steps are the fewest it takes: DDP rebuilds its buckets after the first. They are not timed.
-    state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=2)
     return state, powerSGD_hook.powerSGD_hook
 
 
@@ -61,7 +62,9 @@ _HOOKS: Mapping[str, Callable[[Any], tuple[object, Any]]] = {
     "torch-bf16": lambda group: (group, default_hooks.bf16_compress_hook),
     "torch-int8": lambda group: (group, quantization_hooks.quantization_pertensor_hook),
     "torch-powersgd": _power_sgd,
+    "torch-powersgd:rank=2": functools.partial(_power_sgd, rank=2),
 }
+_BY_NAME = {"torch-powersgd:rank=2"}  # races only if it is asked for
 
 
 def choose(comm: Sequence[str], only: Sequence[str], world_size: int, *, quick: bool = False) -> list[Contender]:
@@ -85,7 +88,7 @@ def choose(comm: Sequence[str], only: Sequence[str], world_size: int, *, quick: 
     for name in only:
         if name not in known:
             raise ValueError(unknown("contender", name, known) + "; a spec of commlib's comes in by --comm")
-    wanted = set(only or (QUICK if quick and not comm else known))
+    wanted = set(only or (QUICK if quick and not comm else known.keys() - _BY_NAME))
     return [c for c in known.values() if c.name in wanted or c.name == BASELINE]
 
 

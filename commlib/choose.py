@@ -1,4 +1,4 @@
-"""Which layers shall leave dense, given what each way costs: as few as get the step's time. Pure."""
+"""Which layers shall leave dense, given what each way costs. Pure."""
 
 from __future__ import annotations
 
@@ -31,18 +31,29 @@ class Choice:
     seconds: float
 
 
-def choose(p: Pass, dense: Mapping[str, Way], others: Mapping[str, Sequence[Way]], margin: float = MARGIN) -> Choice:
-    """As few changes from dense as come within ``margin`` of the shortest step found.
+def choose(
+    p: Pass,
+    dense: Mapping[str, Way],
+    others: Mapping[str, Sequence[Way]],
+    margin: float = MARGIN,
+    *,
+    frugal: bool = False,
+) -> Choice:
+    """Ways that come within ``margin`` of the shortest step found; all dense, if that does.
+
+    Of those the one that costs link and cores least, by what layers cost by themselves; or, if ``frugal``, one with
+    as few changes as possible, for ways that lose something: then a layer whose transfer hides behind the backward
+    pass stays dense. No step is predicted longer than a dense one.
 
     A layer's best other way is the one that costs least by itself. Layers are changed in the order of what that
-    saves, as far as it shortens the step; then each alone is looked at once more; and what saves too little, because
-    its transfer hides behind the backward pass, goes back to dense. So no step is predicted longer than a dense one.
+    saves, as far as it shortens the step; then each alone is looked at once more.
 
     Args:
         p: a step that was all dense.
         dense: every layer's dense way.
         others: what else a layer may take; a layer may be missing.
         margin: share of the shortest step's time.
+        frugal: whether a change is worth making only for the step's time.
 
     Raises:
         KeyError: as :func:`commlib.overlap.finish`.
@@ -61,10 +72,17 @@ def choose(p: Pass, dense: Mapping[str, Way], others: Mapping[str, Sequence[Way]
         other = [n for n in changed if n != name] if name in changed else [*changed, name]
         if (t := seconds(other)) < shortest:
             shortest, changed = t, other
-    for name in sorted(changed, key=lambda n: gains[n]):
-        fewer = [n for n in changed if n != name]
-        if seconds(fewer) <= (1 + margin) * shortest:
-            changed = fewer
+    limit = (1 + margin) * shortest
+    if times[0] <= limit:
+        changed = []
+    elif frugal:
+        for name in sorted(changed, key=lambda n: gains[n]):
+            fewer = [n for n in changed if n != name]
+            changed = fewer if seconds(fewer) <= limit else changed
+    else:
+        for name in order:
+            more = [*changed, name]
+            changed = more if name not in changed and seconds(more) <= limit else changed
     ways = {**dense, **{name: best[name] for name in changed}}
     reasons = {n: _why(dense[n], best.get(n), n in changed) for n in dense}
     return Choice(ways, dense, reasons, times[0], seconds(changed))
@@ -78,7 +96,7 @@ def _why(dense: Way, best: Way | None, changed: bool) -> str:
         return f"costs {_ms(best.alone_s)}, dense would cost {_ms(dense.alone_s)}"
     if best.alone_s >= dense.alone_s:
         return costs
-    return f"{costs}, but dense hides behind the backward pass or saves too little"
+    return f"{costs}, but that hides behind the backward pass, or too little would be saved"
 
 
 def _ms(seconds: float) -> str:

@@ -65,12 +65,14 @@ class Link:
             latency_s: of one message between neighbours.
 
         Raises:
-            ValueError: a bandwidth that is not positive, a negative latency.
+            ValueError: no rank, a bandwidth that is not positive, a negative latency.
         """
         if not 0 < gbit_s < math.inf:
             raise ValueError(f"the bandwidth of a link must be more than 0 Gbit/s, got {gbit_s!r}")
         if not 0 <= latency_s < math.inf:
             raise ValueError(f"the latency of a link must be a number of seconds ≥ 0, got {latency_s!r}")
+        if world < 1:
+            raise ValueError(f"a link joins at least one rank, got {world}")
         beta = 8 / (gbit_s * 1e9)
         return cls(world, Line(2 * (world - 1) * latency_s, beta), Line((world - 1) * latency_s, beta))
 

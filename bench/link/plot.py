@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from commlib.bench.record import Record
 from commlib.bench.report import Row
 from commlib.errors import MissingDependency
-
 from commlib.line import FROM
+
 from .sizes import show_size
 from .table import title
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from commlib.bench.record import Record
 from commlib.bench.report import Row
-
 from commlib.line import FROM, Fit, fit
+
 from .ops import OPS
 from .plan import share_needed
 from .rank import Measured, Point

@@ -177,5 +177,5 @@ def of_a_rank(model: Model, setting: Setting) -> str:
 
 
 SCALING_TITLE = "speed-up over one rank, P·t(1)/t(P)"
-ROUTES_TITLE = f"auto: as few changes from dense as come within {MARGIN:.0%} of the shortest step"
+ROUTES_TITLE = f"auto: the least work of all that come within {MARGIN:.0%} of the shortest step"
 CROSSOVER_TITLE = "K*: rows up to which factors send fewer bytes; (K*): a rank has more"

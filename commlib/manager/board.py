@@ -17,6 +17,9 @@ from commlib.errors import PeerLost
 from commlib.exchange.item import World
 from commlib.handshake import store_of, wait_for_all
 
+_LOST = "lost"
+_GRACE = 5.0  # seconds
+
 
 class Board:
     """The reviews of one attached model.
@@ -53,17 +56,22 @@ class Board:
             missing = wait_for_all(self._store, place, self._world, self._timeout)
             if missing:
                 names = ", ".join(map(str, missing))
-                raise PeerLost(f"review {self._count}: no figures of rank(s) {names} within {self._timeout:g} s")
+                lost = f"review {self._count}: no figures of rank(s) {names} within {self._timeout:g} s"
+                self._store.set(f"{place}/decision", msgpack.packb({_LOST: lost}))
+                raise PeerLost(lost)
             posts = [msgpack.unpackb(self._store.get(f"{place}/{r}")) for r in range(self._world.size)]
             self._store.set(f"{place}/decision", msgpack.packb(dict(decide(posts))))
         try:
-            self._store.wait([f"{place}/decision"], datetime.timedelta(seconds=self._timeout))
+            # Rank 0 may have begun to wait for a missing rank later than this one: it shall be heard.
+            self._store.wait([f"{place}/decision"], datetime.timedelta(seconds=self._timeout + _GRACE))
         except RuntimeError as e:
             raise PeerLost(
                 f"review {self._count}: rank 0 has not decided within {self._timeout:g} s (this is rank "
                 f"{self._world.rank} of {self._world.size}): {e}"
             ) from e
         decision: dict[str, Any] = msgpack.unpackb(self._store.get(f"{place}/decision"))
+        if _LOST in decision:
+            raise PeerLost(decision[_LOST])
         self._forget(self._count - 1)
         self._count += 1
         return decision

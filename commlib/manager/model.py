@@ -59,12 +59,14 @@ class Model:
 
         Args:
             f: of steps in which units took these ways.
-            ways: None: all were dense. What a way has saved is put back.
+            ways: None: all were dense. What a way has saved is put back, and what was computed meanwhile taken out.
         """
-        saved = sorted((f.seen[u], w.saved_s) for u, w in (ways or {}).items() if w.saved_s and u in f.seen)
+        early = [(f.seen[u], w) for u, w in (ways or {}).items() if w.early and u in f.seen]
 
         def then(now: float) -> float:
-            return now + sum(s for t, s in saved if t < now)
+            saved = sum(w.saved_s for t, w in early if t < now)
+            spent = sum(w.after_s for t, w in early if t + w.link_s + w.after_s < now)  # beside the backward pass
+            return max(0.0, now + saved - spent)
 
         met: set[str] = set()
         buckets = []
@@ -95,12 +97,11 @@ class Model:
 
         low, high = 1 / 8, 8.0
         target = max(span, predicted(low))  # that long it takes if nothing of the link shows
-        if abs(predicted(1.0) - target) < 0.01 * target:
-            return 1.0, span - predicted(1.0)
         for _ in range(40):  # it grows with the factor
             middle = (low + high) / 2
             low, high = (middle, high) if predicted(middle) < target else (low, middle)
-        return high, span - predicted(high)
+        factor = 1.0 if abs(predicted(1.0) - predicted(high)) < 0.01 * target else high
+        return factor, span - predicted(factor)
 
     def choose(
         self,
@@ -124,7 +125,7 @@ class Model:
         plain = self._dense(p, link)
         others, reasons = {}, {}
         for name in plain:
-            way = self._factors(name, f, link, products, barred)
+            way = self._factors(name, p, f, link, products, barred)
             if isinstance(way, str):
                 reasons[name] = way
             else:
@@ -154,6 +155,7 @@ class Model:
     def _factors(
         self,
         name: str,
+        p: Pass,
         f: Figures,
         link: Link,
         products: Mapping[str, tuple[float, float]],
@@ -167,10 +169,12 @@ class Model:
             return barred[name]
         if not f.arithmetic:
             return "ranks with unlike CPUs, threads or versions would not multiply rows to the same bits"
-        if name not in f.rows:
+        if name not in f.rows or name not in p.rows:
             return "its rows were not seen (compiled, or not used)"
-        if name not in products:
+        if not self.worth_measuring({name: f.rows[name]}, link.world):
             return f"{f.rows[name]} rows a rank are more bytes than the gradient"
+        if name not in products:
+            return "the products of its rows were not measured"
         n, m = unit.shape
         local, rebuilt = products[name]
         return factors(n, m, f.rows[name], link, local_s=local, rebuild_s=rebuilt, itemsize=unit.itemsize)

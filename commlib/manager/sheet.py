@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from commlib.link import Line, Link
-from commlib.overlap import Bucket, Pass
 
 
 @dataclasses.dataclass
@@ -141,11 +140,6 @@ class Figures:
         products = {name: (local, rebuilt) for name, (local, rebuilt) in x["products"].items()}
         return cls(**{**x, **tuples, "products": products, "link": lines})
 
-    def as_pass(self, spare_cores: bool) -> Pass:
-        """The pass, if these steps were all dense."""
-        buckets = tuple(Bucket(t, names) for t, names in zip(self.ready, self.buckets, strict=True))
-        return Pass(buckets, self.seen, self.end, spare_cores)
-
 
 def slowest(ranks: Sequence[Figures]) -> Figures:
     """One rank's figures out of all: the most of everything. Ranks without steps do not count."""
@@ -162,7 +156,7 @@ def slowest(ranks: Sequence[Figures]) -> Figures:
         seen=_most([f.seen for f in had]),
         rows=_most([f.rows for f in had]),
         wire=max(f.wire for f in had),
-        products=_most([f.products for f in had]),
+        products=_products([f.products for f in had]),
         link=_worst(links) if links else None,
         arithmetic=had[0].arithmetic if len({f.arithmetic for f in ranks}) == 1 else "",
     )
@@ -170,6 +164,12 @@ def slowest(ranks: Sequence[Figures]) -> Figures:
 
 def _most(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {n: max(x[n] for x in each if n in x) for n in sorted({n for x in each for n in x})}
+
+
+def _products(each: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+    own, everyones = ([{n: pair[i] for n, pair in x.items()} for x in each] for i in (0, 1))
+    rebuilt = _most(everyones)
+    return {n: (seconds, rebuilt[n]) for n, seconds in _most(own).items()}
 
 
 def _worst(links: Sequence[Link]) -> Link:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from commlib.choose import MARGIN, choose
+from commlib import choose as module
+from commlib.choose import MARGIN, Choice
 from commlib.overlap import Bucket, Pass, finish
 from commlib.price import Way
 
@@ -56,6 +58,11 @@ def short_cuts(draw: st.DrawFn) -> Case:
     plain = {n: dense(draw(SOME)) for n in p.rows}
     shares = {n: draw(st.floats(0, 0.99)) for n in p.rows if draw(st.booleans())}
     return p, plain, {n: [other(share * plain[n].link_s, early=draw(st.booleans()))] for n, share in shares.items()}
+
+
+def choose(*args: Any, **more: Any) -> Choice:
+    """As few changes as possible; what the default does besides has tests of its own."""
+    return module.choose(*args, frugal=True, **more)
 
 
 def changed(ways: Mapping[str, Way]) -> set[str]:
@@ -186,3 +193,21 @@ def test_the_order_of_dicts_does_not_matter_unless_gains_are_alike(case: Case, c
 def test_a_layer_without_a_dense_way_is_named() -> None:
     with pytest.raises(KeyError, match="b"):
         choose(Pass((Bucket(1, ("a", "b")),), {}, 1), {"a": dense(1)}, {})
+
+
+@given(cases(), st.floats(0, 0.3))
+def test_by_default_nothing_is_predicted_longer_than_dense_and_no_more_work_is_done(case: Case, margin: float) -> None:
+    p, plain, others = case
+    free, frugal = module.choose(p, plain, others, margin), choose(p, plain, others, margin)
+    assert free.seconds <= free.dense_s
+    assert frugal.seconds <= frugal.dense_s
+    work = [sum(w.alone_s for w in c.ways.values()) for c in (free, frugal)]
+    assert work[0] <= work[1] + 1e-9
+    assert bool(changed(free.ways)) == bool(changed(frugal.ways))
+
+
+def test_by_default_a_hidden_transfer_is_spared_the_link_if_another_change_is_worth_making() -> None:
+    p = Pass((Bucket(1, ("hidden",)), Bucket(10, ("last",))), {"hidden": 0, "last": 9}, 10)
+    plain, others = {"hidden": dense(5), "last": dense(6)}, {"hidden": [other(1)], "last": [other(2)]}
+    assert changed(module.choose(p, plain, others).ways) == {"hidden", "last"}
+    assert changed(module.choose(p, {**plain, "last": dense(0.1)}, {"hidden": [other(1)]}).ways) == set()

@@ -130,7 +130,7 @@ def test_a_calibrated_dense_step_takes_what_it_took(case: Case, longer: float, s
     assert all_dense(model, p, link.slower(factor), missing_s) == pytest.approx(span)
 
 
-@pytest.mark.parametrize("span", [10.0, 9.5])
+@pytest.mark.parametrize("span", [10.0, 9.5, 10.5, 12.0])
 def test_a_transfer_that_hides_behind_the_backward_pass_says_nothing_about_the_link(span: float) -> None:
     assert chain([250]).calibrate(Pass((Bucket(1.0, ("0",)),), {}, 10.0), span, ONE_S) == (1.0, span - 10)
 
@@ -166,7 +166,8 @@ def test_rows_that_pay_are_chosen_at_the_price_of_their_layer() -> None:
         ({"barred": {"fc": "lost in practice"}}, "fc", "lost in practice"),
         ({"arithmetic": ""}, "fc", "ranks with unlike CPUs, threads or versions"),
         ({"rows": {"head": 3}}, "fc", "its rows were not seen"),
-        ({"products": {}}, "fc", "3 rows a rank are more bytes than the gradient"),
+        ({"products": {}}, "fc", "the products of its rows were not measured"),
+        ({"rows": {"fc": 300, "head": 3}}, "fc", "300 rows a rank are more bytes than the gradient"),
         ({"products": {"fc": (0.0, 1.0)}}, "fc", "factors would cost 1e+03 ms"),
     ],
 )

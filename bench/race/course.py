@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Protocol
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commlib.bench.replay import Replay
+from commlib.model import linear_layers
 
 from .evidence import Evidence
 from .models import MODELS
@@ -95,10 +97,11 @@ class Replaying:
         model: a name of MODELS, for the shapes of its parameters.
         backward_s: length of the backward pass.
         device: where the gradients live.
+        batch: examples a step: so many rows has a linear layer's gradient, times the positions of an example.
     """
 
-    def __init__(self, model: str, backward_s: float, device: torch.device) -> None:
-        replay = Replay(shapes(model), backward_s=backward_s).to(device)
+    def __init__(self, model: str, backward_s: float, device: torch.device, batch: int) -> None:
+        replay = Replay(shapes(model), backward_s=backward_s, rows=linear_rows(model, batch)).to(device)
         self.module: nn.Module = replay
         own = torch.cat([_sample(replay.gradient(name)) for name, _ in replay.named_parameters()])
         dist.all_reduce(own)
@@ -138,6 +141,23 @@ def shapes(model: str) -> list[tuple[str, tuple[int, ...]]]:
     """(name, shape) of a model's parameters; no memory is taken for them."""
     with torch.device("meta"):
         return [(n, tuple(p.shape)) for n, p in MODELS[model].module().named_parameters()]
+
+
+def linear_rows(model: str, batch: int) -> dict[str, int]:
+    """Linear layer → rows that pass through it in a step; no memory is taken for them."""
+    with torch.device("meta"):
+        module = MODELS[model].module()
+    rows: dict[str, int] = {}
+    for name, layer in linear_layers(module).items():
+        layer.register_forward_hook(functools.partial(_count, rows, name))
+    inputs, _ = MODELS[model].data(batch, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        module(inputs.to("meta"))
+    return rows
+
+
+def _count(rows: dict[str, int], name: str, module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+    rows[name] = rows.get(name, 0) + output.numel() // output.shape[-1]
 
 
 def _cross_entropy(logits: Tensor, classes: Tensor) -> Tensor:

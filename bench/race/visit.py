@@ -127,7 +127,7 @@ def _train(
     if job.backward_s is None:
         course = Training(job.model, job.batch, device)
     else:
-        course = Replaying(job.model, job.backward_s, device)
+        course = Replaying(job.model, job.backward_s, device, job.batch)
     # All ranks have made the same model: nothing to be broadcast.
     ddp = DistributedDataParallel(course.module, process_group=group, init_sync=False, bucket_cap_mb=job.bucket_cap_mb)
     comm = contender.put_on(ddp, group, limit_s)

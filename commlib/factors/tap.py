@@ -79,19 +79,29 @@ class Tap:
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output."""
         weight, bias = self.module.weight, self.module.bias
-        if not torch.is_grad_enabled():
-            self._hidden |= self.module.training
-        if not (torch.is_grad_enabled() and self._owner.on(self.name)) or self.altered():
+        if not self.live():
             y = functional.linear(x, weight, bias)
             if y.requires_grad and self._owner.watching():
-                y.register_hook(self._sight)  # type: ignore[no-untyped-call]
+                y.register_hook(lambda grad: self.passed(grad.numel() // grad.shape[-1]))  # type: ignore[no-untyped-call]
             return y
-        self._calls += 1
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
         traced: Any = _Linear.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
         return cast(Tensor, traced)
+
+    def live(self) -> bool:
+        """Whether the rows of a call that is made now are to be caught in its backward pass; if so, it is counted."""
+        if not torch.is_grad_enabled():
+            self._hidden |= self.module.training
+        live = torch.is_grad_enabled() and self._owner.on(self.name) and not self.altered()
+        self._calls += live
+        return live
+
+    def passed(self, rows: int) -> None:
+        """The backward pass has come to a call that is not live."""
+        if self._owner.watching():
+            self._owner.sighted(self.name, rows)
 
     def caught(self, x: Tensor, grad: Tensor) -> None:
         """The rows of one call, in the backward pass."""
@@ -115,9 +125,6 @@ class Tap:
     def placeholder(self, like: Tensor) -> Tensor:
         """Zeros that take no memory."""
         return self._zero.to(like.dtype).expand(like.shape)
-
-    def _sight(self, grad: Tensor) -> None:
-        self._owner.sighted(self.name, grad.numel() // grad.shape[-1])
 
     def _watch(self, grad: Tensor) -> None:
         """Sees all gradient of a parameter: what is not the placeholder came from elsewhere, as a penalty's does."""

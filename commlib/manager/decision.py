@@ -28,8 +28,8 @@ class Decision:
 
     routes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    steps: int = 2
-    skip: int = 1
+    steps: int = 3  # DDP makes its buckets in the first and takes them into use in the second
+    skip: int = 2
     watch: bool = True
     probe: bool = True
     why: Mapping[str, str] = dataclasses.field(default_factory=dict)

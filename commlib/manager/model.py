@@ -59,14 +59,13 @@ class Model:
 
         Args:
             f: of steps in which units took these ways.
-            ways: None: all were dense. What a way has saved is put back, and what was computed meanwhile taken out.
+            ways: None: all were dense. What a way has saved is put back. (What was computed beside the pass is not taken
+                out: whether the cores did that or the backward pass first is not known.)
         """
         early = [(f.seen[u], w) for u, w in (ways or {}).items() if w.early and u in f.seen]
 
         def then(now: float) -> float:
-            saved = sum(w.saved_s for t, w in early if t < now)
-            spent = sum(w.after_s for t, w in early if t + w.link_s + w.after_s < now)  # beside the backward pass
-            return max(0.0, now + saved - spent)
+            return now + sum(w.saved_s for t, w in early if t < now)
 
         met: set[str] = set()
         buckets = []

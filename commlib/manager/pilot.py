@@ -53,6 +53,7 @@ class Pilot:
         self._dense: Figures | None = None  # the last steps that were all dense
         self._pass: Pass | None = None  # as if all were dense
         self._slower, self._missing_s = 1.0, 0.0  # Model.calibrate
+        self._surplus: dict[tuple[str, ...], float] = {}  # plan → seconds its trial took beyond its prediction
         self._refined = 0  # times that a trial has shown a better plan
         self._products: dict[str, tuple[float, float]] = {}
         self._choice: Choice | None = None
@@ -181,10 +182,12 @@ class Pilot:
             return None
         self._pass = self._model.pass_of(f, self._choice.ways)
         self._slower, self._missing_s = self._model.calibrate(self._pass, self._dense.span, self._link)
-        before, choice = self._choice, self._choose(self._dense, self._link)
+        before, self._surplus = self._choice, {}
+        choice = self._choose(self._dense, self._link)
         changed = routes(choice, self._dense.seen)
         if changed == routes(before, self._dense.seen):
-            self._choice = choice
+            self._surplus[tuple(changed)] = f.span - choice.seconds
+            self._choice = dataclasses.replace(choice, seconds=f.span)
         elif changed and choice.seconds < _WON * f.span and self._refined < _REFINEMENTS:
             self._refined += 1
             self._choice, self._ratios = choice, []
@@ -196,7 +199,9 @@ class Pilot:
     def _choose(self, dense: Figures, link: Link) -> Choice:
         assert self._pass is not None
         link = link.slower(self._slower)
-        return self._model.choose(self._pass, dense, link, self._products, self._barred, self._missing_s)
+        choice = self._model.choose(self._pass, dense, link, self._products, self._barred, self._missing_s)
+        surplus = self._surplus.get(tuple(routes(choice, dense.seen)), 0.0)
+        return dataclasses.replace(choice, seconds=max(choice.seconds + surplus, choice.seconds / 2))
 
     def _measured_dense(self, f: Figures) -> None:
         self._dense = f

@@ -88,8 +88,9 @@ class Replay(nn.Module):
             if layer not in self._rows:
                 loss = _Hand.apply(loss, parameter, self, name)  # type: ignore[no-untyped-call]
             elif leaf == "weight":
-                bias = self._order.get(f"{layer}.bias")
-                loss = _HandRows.apply(loss, parameter, bias, self, layer)  # type: ignore[no-untyped-call]
+                bias, tap = self._order.get(f"{layer}.bias"), vars(self.get_submodule(layer)).get("_tap")
+                live = tap is not None and tap.live()
+                loss = _HandRows.apply(loss, parameter, bias, self, layer, tap, live)  # type: ignore[no-untyped-call]
         return loss
 
     def _draw(self, layer: str, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -135,10 +136,10 @@ class _HandRows(torch.autograd.Function):
     """The same for a linear layer, whose tap, if it has one, is treated as the layer's own passes would treat it."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, weight: Tensor, bias: Tensor | None, owner: Replay, layer: str) -> Tensor:
-        ctx.owner, ctx.layer, ctx.has_bias = owner, layer, bias is not None
-        ctx.tap = vars(owner.get_submodule(layer)).get("_tap")
-        ctx.live = ctx.tap is not None and ctx.tap.live()
+    def forward(
+        ctx: Any, loss: Tensor, weight: Tensor, bias: Tensor | None, owner: Replay, layer: str, tap: Any, live: bool
+    ) -> Tensor:
+        ctx.owner, ctx.layer, ctx.has_bias, ctx.tap, ctx.live = owner, layer, bias is not None, tap, live
         return loss.clone()
 
     @staticmethod
@@ -157,7 +158,7 @@ class _HandRows(torch.autograd.Function):
             grads = [ctx.tap.placeholder(owner.get_parameter(name)) for name in names]
         else:
             grads = [owner.gradient(name).clone() for name in names]
-        return (grad, *grads, *([None] * (4 - len(grads))))
+        return (grad, *grads, *([None] * (6 - len(grads))))
 
 
 class _Clock:

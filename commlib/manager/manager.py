@@ -89,6 +89,7 @@ class Manager:
         if self._left > 0:
             return False
         self._take(Decision.from_wire(self._board.review(self._figures().to_wire(), self._decide)))
+        self._sheet.resume()
         return True
 
     @property

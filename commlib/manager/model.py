@@ -59,8 +59,8 @@ class Model:
 
         Args:
             f: of steps in which units took these ways.
-            ways: None: all were dense. What a way has saved is put back. (What was computed beside the pass is not taken
-                out: whether the cores did that or the backward pass first is not known.)
+            ways: None: all were dense. What a way has saved is put back. (What was computed beside the pass is not
+                taken out: whether the cores did that or the backward pass first is not known.)
         """
         early = [(f.seen[u], w) for u, w in (ways or {}).items() if w.early and u in f.seen]
 

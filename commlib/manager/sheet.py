@@ -72,6 +72,10 @@ class Sheet:
             self.steps.append(self._step)
         self._ended, self._begun, self._step = self._clock(), None, Step()
 
+    def resume(self) -> None:
+        """What went on since the end of the exchange is nobody's rest: a review."""
+        self._ended = self._clock()
+
     def take(self) -> list[Step]:
         """The steps since the last call."""
         steps, self.steps = self.steps, []

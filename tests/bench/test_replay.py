@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -134,3 +135,31 @@ def test_under_ddp_every_step_gives_the_mean_over_the_ranks(fleet: Fleet, as_vie
             mean = (a[0][name] + b[0][name]) / 2
             torch.testing.assert_close(a[1][name], mean)
             assert torch.equal(a[1][name], b[1][name])
+
+
+def with_rows(world: World, rule: str) -> tuple[float, list[str]]:
+    shapes = [("a.weight", (48, 64)), ("a.bias", (48,)), ("conv.weight", (8, 4, 3, 3)), ("b.weight", (40, 48))]
+    model = Replay(shapes, rows={"a": 6, "b": 5})
+    ddp = DistributedDataParallel(model, init_sync=False, bucket_cap_mb=0.01)
+    comm = commlib.attach(ddp, rule)
+    worst = 0.0
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp().backward()
+        for name, parameter in model.named_parameters():
+            mean = model.gradient(name).clone()
+            dist.all_reduce(mean)
+            mean /= world.size
+            assert parameter.grad is not None
+            worst = max(worst, float((parameter.grad - mean).abs().max() / mean.abs().max()))
+    comm.close()
+    sent = [name for name, layer in comm.stats().layers.items() if layer.wire_bytes < layer.dense_bytes]
+    return worst, sent
+
+
+@pytest.mark.parametrize(("rule", "fewer"), [("none", []), ("factors", ["a.weight", "b.weight"])])
+def test_linear_layers_hand_out_the_rows_their_gradient_is_made_of(fleet: Fleet, rule: str, fewer: list[str]) -> None:
+    for worst, sent in fleet.run(2, with_rows, rule):
+        assert worst < 2e-6
+        assert set(fewer) <= set(sent)
+        assert "conv.weight" not in sent

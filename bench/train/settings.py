@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from commlib.errors import unknown
+from commlib.policy import policy_of
 from commlib.route import resolve
 
 from .checkpoint import run_path
@@ -118,7 +119,8 @@ def _one_of(flag: str, value: str, known: Sequence[str]) -> None:
 def _check_comms(comms: Sequence[str]) -> None:
     for i, spec in enumerate(comms):
         try:
-            resolve(spec, world=2)
+            if policy_of(spec) is None:
+                resolve(spec, world=2)
         except ValueError as e:
             raise BadInput(f"--comm {spec}: {e}") from e
         if spec in comms[:i]:

@@ -139,6 +139,7 @@ RULES: dict[str, tuple[Callable[[], nn.Module], Any, str, tuple[str, ...]]] = {
         (r"rule '2.weight'", r"is frozen \(requires_grad=False\)", "no gradient"),
     ),
     "names an integer parameter": (with_frozen, {"count": "onebit"}, "TypeError", ("rule 'count'", "torch.int64")),
+    "auto for some layers": (mlp, {"2.*": "auto"}, "ValueError", ("'auto' chooses for all layers", "give it alone")),
     "is no rule": (mlp, {"2.weight": 3}, "TypeError", ("int",)),
     "pattern is no text": (mlp, {2: "onebit"}, "TypeError", ("pattern", "2")),
     "a list of rules": (mlp, ["onebit"], "TypeError", ("list",)),

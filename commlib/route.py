@@ -66,7 +66,7 @@ def resolve(rule: Rule, world: int) -> Route:
         route = rule
     else:
         text, _, exchange = rule.partition("@") if isinstance(rule, str) else (rule, "", "")
-        if text.strip() == "auto":
+        if text == "auto":
             raise ValueError("'auto' chooses for all layers by measurement: give it alone, not as a rule for some")
         if text == "factors" and not exchange:
             text, exchange = "none", "factors"

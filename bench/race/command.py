@@ -61,7 +61,7 @@ def train(
     ] = None,
     seconds: Annotated[float, typer.Option(min=1.0, help="For the visits to the routes of one model.")] = 120.0,
     bucket_cap_mb: BucketCap = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A small model, five routes, one round.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A small model, six routes, one round.")] = False,
     as_json: Json = False,
     save: Save = None,
 ) -> None:

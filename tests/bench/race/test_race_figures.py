@@ -140,7 +140,7 @@ def test_the_baseline_comes_first_and_always() -> None:
     assert [c.name for c in choose(("topk:ratio=0.1@gather",), ("topk:ratio=0.1@gather",), 4)][1:] == [
         "topk:ratio=0.1@gather"
     ]
-    assert len(choose((), (), 2, quick=True)) == 5
+    assert len(choose((), (), 2, quick=True)) == 6
     assert [c.name for c in choose(("int8",), (), 2, quick=True)][-1] == "int8"
 
 

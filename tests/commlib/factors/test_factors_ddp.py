@@ -20,6 +20,7 @@ from commlib.exchange.item import World
 from fleet import Fleet
 from toy import Trainer, same_everywhere
 
+pytestmark = pytest.mark.slow  # the wheel job has others of the kind
 BOUND = 2e-6  # of the largest value: P·K products of float32 added in another order
 
 

@@ -15,6 +15,7 @@ the median of three rounds, dense and planned in turn: so it is never kept if it
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -33,6 +34,7 @@ _DRIFT = 1.2  # steps this much longer or shorter are a reason to look at the li
 _WIRE_DRIFT = 1.4  # the same of the time on the wire, which varies more
 _WIRE_SHARE = 0.05  # of a step, below which nobody looks at it
 _OTHER_LINK = 1.2
+_PROBE_SHARE = 0.01  # of the time since, for a probe after one that found nothing
 
 
 def _samples(span: float, seconds: float, least: int, most: int) -> int:
@@ -62,6 +64,7 @@ class Pilot:
         self._reference: Figures | None = None  # what steady steps have been like
         self._now = Decision()
         self._looked_again = False
+        self._earned = math.inf  # seconds of training since a probe that found nothing
 
     def first(self) -> Decision:
         """Before any review; the same on every rank."""
@@ -118,13 +121,15 @@ class Pilot:
         now = dataclasses.replace(self._now, said="", probe=False, skip=0)
         if f.link is not None:
             return self._probed(f, f.link)
+        self._earned += f.steps * (f.span + f.rest)
         ref = self._reference
         if ref is None:
             self._reference = f
             return dataclasses.replace(now, steps=_samples(f.span, 1.0, 10, 30))
         slower = not 1 / _DRIFT < f.span / ref.span < _DRIFT
         wire = min(f.wire, ref.wire) > 0 and max(f.wire, ref.wire) > _WIRE_SHARE * f.span
-        if slower or (wire and not 1 / _WIRE_DRIFT < f.wire / ref.wire < _WIRE_DRIFT):
+        drifted = slower or (wire and not 1 / _WIRE_DRIFT < f.wire / ref.wire < _WIRE_DRIFT)
+        if drifted and self._link is not None and _probe_s(self._link) < _PROBE_SHARE * self._earned:
             return dataclasses.replace(
                 now,
                 probe=True,
@@ -138,7 +143,9 @@ class Pilot:
         dense_now = not self._now.routes
         before, self._reference = self._link, None
         change = link.all_reduce.beta / before.all_reduce.beta if before.all_reduce.beta else 1.0
+        self._earned = math.inf
         if 1 / _OTHER_LINK < change < _OTHER_LINK:
+            self._earned = 0.0
             if dense_now or self._dense is None or f.span < _CLEAR * self._dense.span:
                 return self._stay("the link is as it was")
             self._looked_again = False  # arithmetic has become slower: does the plan still win?
@@ -253,6 +260,12 @@ class Pilot:
             predicted={n: way.alone_s for n, way in ways.items()},
             step_s=(seconds, shown.dense_s + self._dense.rest),
         )
+
+
+def _probe_s(link: Link) -> float:
+    """Seconds that :mod:`commlib.manager.probe` takes, about."""
+    lines = (link.all_reduce, link.all_gather)
+    return sum(8 * x.seconds(1 << 20) + 3 * min(x.seconds(8 << 20), 0.3) for x in lines)
 
 
 def _names(names: Sequence[str]) -> str:

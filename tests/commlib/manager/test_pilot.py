@@ -205,6 +205,19 @@ def test_while_nothing_changes_nothing_is_done() -> None:
     assert not cluster.log
 
 
+def test_on_a_machine_whose_steps_vary_probes_take_a_hundredth_of_the_time() -> None:
+    cluster = fc(0.2, noise=0.4)
+    cluster.settle()
+    started, probes, seconds = cluster.steps, 0, 0.0
+    for _ in range(400):
+        before = cluster.steps
+        probes += cluster.review().probe
+        seconds += (cluster.steps - before) * cluster.span(cluster.decision)
+    each = 2 * (8 * cluster.link.all_reduce.seconds(1 << 20) + 3 * 0.3)
+    assert probes > 1  # it does look
+    assert (probes - 1) * each < 0.011 * seconds, (probes, cluster.steps - started)
+
+
 def test_steps_that_take_longer_on_the_same_link_make_it_look_whether_the_plan_still_wins() -> None:
     cluster = fc(5.0)
     cluster.settle()

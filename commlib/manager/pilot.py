@@ -125,7 +125,7 @@ class Pilot:
         ref = self._reference
         if ref is None:
             self._reference = f
-            return dataclasses.replace(now, steps=_samples(f.span, 1.0, 10, 30))
+            return dataclasses.replace(now, steps=_samples(f.span, 2.0, 10, 30))
         slower = not 1 / _DRIFT < f.span / ref.span < _DRIFT
         wire = min(f.wire, ref.wire) > 0 and max(f.wire, ref.wire) > _WIRE_SHARE * f.span
         drifted = slower or (wire and not 1 / _WIRE_DRIFT < f.wire / ref.wire < _WIRE_DRIFT)
@@ -234,7 +234,7 @@ class Pilot:
     def _settle(self, said: str, f: Figures | None) -> Decision:
         """Stay with what is chosen; ``f`` is what its steps are like, if any were made."""
         self._reference = f
-        steps = 10 if f is None else _samples(f.span, 1.0, 10, 30)
+        steps = 10 if f is None else _samples(f.span, 2.0, 10, 30)
         return dataclasses.replace(
             self._say(self._choice), phase="steady", steps=steps, skip=0, probe=False, watch=False, said=said
         )

@@ -31,6 +31,7 @@ _WON = 0.98
 _ROUNDS = 3
 _REFINEMENTS = 2
 _DRIFT = 1.2  # steps this much longer or shorter are a reason to look at the link
+_SURE = 1.4  # so much is no chance
 _WIRE_DRIFT = 1.4  # the same of the time on the wire, which varies more
 _WIRE_SHARE = 0.05  # of a step, below which nobody looks at it
 _OTHER_LINK = 1.2
@@ -129,7 +130,9 @@ class Pilot:
         slower = not 1 / _DRIFT < f.span / ref.span < _DRIFT
         wire = min(f.wire, ref.wire) > 0 and max(f.wire, ref.wire) > _WIRE_SHARE * f.span
         drifted = slower or (wire and not 1 / _WIRE_DRIFT < f.wire / ref.wire < _WIRE_DRIFT)
-        if drifted and self._link is not None and _probe_s(self._link) < _PROBE_SHARE * self._earned:
+        sure = not 1 / _SURE < f.span / ref.span < _SURE
+        earned = self._link is not None and _probe_s(self._link) < _PROBE_SHARE * self._earned
+        if sure or (drifted and earned):
             return dataclasses.replace(
                 now,
                 probe=True,

@@ -73,12 +73,13 @@ def test_when_the_rate_is_halved_and_doubled_the_plan_follows_within_fifty_steps
             stretches[-1].append(json.loads(text))
     assert len(stretches) == 3, done.stdout
     before, slow, fast = stretches
+    slow[:0], fast[:0] = before[-2:], slow[-2:]  # a rank's line may be late, and a measurement under way
     assert before[-1]["settled"]
     assert "none@factors" in before[-1]["routes"]
     for stretch, words in ((slow, "instead of"), (fast, "instead of")):
         said = [(i, text) for i, step in enumerate(stretch) for text in step["said"] if "the link has" in text]
         assert said, done.stdout
-        assert said[0][0] <= 50
+        assert said[0][0] <= 52
         assert words in said[0][1]
         later = [step["seconds"] for step in stretch[said[0][0] + 3 :]]
         assert len(later) >= 3

@@ -206,7 +206,7 @@ def test_while_nothing_changes_nothing_is_done() -> None:
 
 
 def test_on_a_machine_whose_steps_vary_probes_take_a_hundredth_of_the_time() -> None:
-    cluster = fc(0.2, noise=0.4)
+    cluster = fc(0.2, noise=0.15)
     cluster.settle()
     started, probes, seconds = cluster.steps, 0, 0.0
     for _ in range(400):

@@ -133,6 +133,7 @@ class Pilot:
         sure = not 1 / _SURE < f.span / ref.span < _SURE
         earned = self._link is not None and _probe_s(self._link) < _PROBE_SHARE * self._earned
         if sure or (drifted and earned):
+            self._reference = f  # if it is not the link, this is what steps are like now
             return dataclasses.replace(
                 now,
                 probe=True,
@@ -144,7 +145,7 @@ class Pilot:
     def _probed(self, f: Figures, link: Link) -> Decision:
         assert self._link is not None
         dense_now = not self._now.routes
-        before, self._reference = self._link, None
+        before = self._link
         change = link.all_reduce.beta / before.all_reduce.beta if before.all_reduce.beta else 1.0
         self._earned = math.inf
         if 1 / _OTHER_LINK < change < _OTHER_LINK:
@@ -243,7 +244,7 @@ class Pilot:
         )
 
     def _stay(self, said: str) -> Decision:
-        return dataclasses.replace(self._now, said=said, probe=False, steps=10)  # and see what steps are like now
+        return dataclasses.replace(self._now, said=said, probe=False, steps=10)
 
     def _say(self, choice: Choice | None) -> Decision:
         """Routes, reasons and predictions of a choice; None is all dense."""

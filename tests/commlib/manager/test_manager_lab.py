@@ -85,5 +85,5 @@ def test_when_the_rate_is_halved_and_doubled_the_plan_follows_within_fifty_steps
         assert len(later) >= 3
         # The bound for a busy machine; what a quiet one does is in docs/manager.md.
         assert stretch[-1]["predicted"] == pytest.approx(statistics.median(later), rel=0.5)
-    assert slow[-1]["predicted"] > 1.2 * before[-1]["predicted"]
-    assert fast[-1]["predicted"] < 0.9 * slow[-1]["predicted"]
+    assert slow[-1]["predicted"] > 1.4 * before[-1]["predicted"]
+    assert fast[-1]["predicted"] < 0.8 * slow[-1]["predicted"]

@@ -35,6 +35,9 @@ BucketCap = Annotated[
     typer.Option("--bucket-cap-mb", help="Size of DDP's buckets in MiB. [DDP's]", callback=_above_nought),
 ]
 
+Plot = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="Draw it too: .png, .svg or .pdf; needs matplotlib.")
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object a line instead of a table.")]
 Save = Annotated[
     Path | None, typer.Option("--save", metavar="FOLDER", help="Keep the figures there, for bench report and compare.")

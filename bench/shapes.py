@@ -29,7 +29,7 @@ def layers(model: str) -> Layers:
         ValueError: no such model, or what was found cannot be used; the message says why.
     """
     if ":" in model:
-        return _from_factory(model)
+        return _from_made(model, find_factory(model)())
     if model not in MODELS:
         raise ValueError(f"{unknown('model', model, MODELS)}; your own: module:factory")
     return list(MODELS[model]())
@@ -114,7 +114,12 @@ def _affine(name: str, shape: tuple[int, ...], *, bias: int | None = None) -> It
     yield f"{name}.bias", (shape[0] if bias is None else bias,)
 
 
-def _from_factory(model: str) -> Layers:
+def find_factory(model: str) -> Callable[[], object]:
+    """What a user means by ``module:factory``. The current directory counts.
+
+    Raises:
+        ValueError: there is nothing of that name, or nothing that can be called.
+    """
     module_name, _, attribute = model.partition(":")
     if not module_name or not attribute:
         raise ValueError(f"a model of your own is module:factory, got {model!r}")
@@ -126,10 +131,10 @@ def _from_factory(model: str) -> Layers:
         raise ValueError(f"model {model!r}: cannot import {module_name!r} ({e}); run it where the module is") from e
     if not hasattr(module, attribute):
         raise ValueError(f"model {model!r}: {unknown('attribute', attribute, _callables(module))}")
-    factory = getattr(module, attribute)
+    factory: Callable[[], object] = getattr(module, attribute)
     if not callable(factory):
         raise ValueError(f"model {model!r}: {attribute} is no callable but of type {type(factory).__name__}")
-    return _from_made(model, factory())
+    return factory
 
 
 def _from_made(model: str, made: object) -> Layers:

@@ -25,10 +25,10 @@ from commlib.manager.manager import Manager
 from commlib.memory import MemoryStore
 from commlib.model import inside, trained_parameters
 from commlib.policy import Exact, Policy
-from commlib.readback import Readback
 from commlib.route import Plan, Route, Rules
 from commlib.setup import Setup, check_count
 from commlib.stats import Meter, Stats
+from commlib.steps import Steps
 
 _EXACT = Exact()
 
@@ -98,6 +98,7 @@ class HookState:
         self._dense_steps, self._seed = dense_steps, seed
         self._meters = {s.name: Meter(s.device) for s in specs}
         self._store = MemoryStore()
+        self._steps = Steps(self._store)
         self._watched = any(p.route.codec.slots(p.spec) or p.route.codec.random for p in self._plan) or dense_steps > 0
         self._lost_key = f"{self._key}/lost"
         self._sequencer = make_sequencer(self._group, self._lost_key, self.world, setup.device, setup.rounds())
@@ -110,10 +111,7 @@ class HookState:
             if setup.chosen_later:
                 board = Board(self._group, self._key, self.world, timeout)
                 self._manager = Manager(specs, self._factors, board, own, self.world, self._meters)
-        self._step = self._skipped = 0
-        self._buckets: list[torch.futures.Future[Tensor]] = []  # of the step under way
-        self._finite: list[Readback] = []
-        self._complete = self._discarded = self._undoable = self._shadow = False
+        self._shadow = False
 
     # -- what a user calls ----------------------------------------------------------------------
 
@@ -134,17 +132,17 @@ class HookState:
 
     def stats(self) -> Stats:
         """Bytes and seconds since attach, on this rank. On CUDA waits for what was timed."""
-        self._settle()
+        self._steps.settle()
         routes = {p.spec.name: (str(p.route), p.spec.numel) for p in self._plan}
-        return Stats.of(self._step, self._skipped, self._sequencer.wire_bytes, routes, self._meters)
+        return Stats.of(self._steps.count, self._steps.skipped, self._sequencer.wire_bytes, routes, self._meters)
 
     def state_dict(self) -> StateDict:
         """This rank's residuals and step count: copies in unscaled units, valid at any time between steps.
 
         Every rank has its own; save them all. :func:`commlib.merge_state_dicts` makes one of them.
         """
-        self._settle()
-        return to_state(self._plan, self._store, self.world, self._step)
+        self._steps.settle()
+        return to_state(self._plan, self._store, self.world, self._steps.count)
 
     def load_state_dict(self, state: StateDict, *, drop_residuals: bool = False) -> None:
         """Takes over a state: this rank's own (same world size and routes), or a merged one (any).
@@ -156,22 +154,15 @@ class HookState:
         Raises:
             CheckpointMismatch: another model, or ranks missing; nothing is changed then.
         """
-        self._settle()
-        self._undoable = False
-        self._step = from_state(state, self._plan, self._store, self.world, drop_residuals=drop_residuals)
+        self._steps.settle()
+        self._steps.resume(from_state(state, self._plan, self._store, self.world, drop_residuals=drop_residuals))
 
     def discard_step(self) -> None:
         """Declares that the optimizer will not apply the step just exchanged: it leaves no trace in any residual.
 
         Non-finite steps are discarded without it. Call it on every rank, before the next backward pass.
         """
-        if self._buckets:
-            self._discarded = True
-        elif self._undoable:  # stats() or state_dict() has committed it meanwhile
-            self._store.undo()
-            self._step -= 1
-            self._skipped += 1
-            self._undoable = False
+        self._steps.discard()
 
     def close(self) -> None:
         """Ends the hook's threads. (A further backward pass would start them again.)"""
@@ -182,8 +173,7 @@ class HookState:
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Exchanges one bucket; DDP calls this (through :func:`hook`) in bucket order on every rank."""
         if bucket.index() == 0:
-            self._settle(abandon=True)
-            self._undoable = False
+            self._steps.begin()
             self._store.rescale(self._scale.now())
             self._shadow = not at_end_of_backward(self._finish)
         buffer = bucket.buffer()
@@ -196,13 +186,12 @@ class HookState:
             names.append(name)
         if self._manager is not None:
             self._manager.bucket(names)
-        label = f"bucket {bucket.index()} ({names[0]} … {names[-1]}) of step {self._step}"
+        label = f"bucket {bucket.index()} ({names[0]} … {names[-1]}) of step {self._steps.count}"
         future = self._sequencer.submit(label, self._rounds(routes, buffer), buffer)
-        self._buckets.append(future)
-        self._complete = bucket.is_last()
-        if self._complete and self._factors is not None:
+        self._steps.submitted(future, last=bucket.is_last())
+        if bucket.is_last() and self._factors is not None:
             self._factors.end_step()
-        if self._complete and self._shadow:
+        if bucket.is_last() and self._shadow:
             self._review()
         return future
 
@@ -222,34 +211,33 @@ class HookState:
         """
         if self._manager is not None:
             self._manager.backward_ended()
-        for future in self._buckets:
+        for future in self._steps.under_way():
             wait(future, lambda: answer_roll_call(self._group, self._lost_key, self.world))
         self._review()
 
     def _review(self) -> None:
         """Between two steps: routes may change now. (A rank that has joined comes here once it has issued its part.)"""
-        if self._manager is not None and self._complete and self._manager.exchanged():
+        if self._manager is not None and self._steps.complete and self._manager.exchanged():
             self._plan = self._manager.plan(self._plan)
 
     def _rounds(self, routes: dict[str, list[Item]], buffer: Tensor) -> Rounds:
         whole = buffer if len(routes) == 1 else None
         yield from lockstep([EXCHANGES[name].rounds(items, self.world, whole) for name, items in routes.items()])
         if self._watched:
-            largest = torch.linalg.vector_norm(buffer, float("inf")) if buffer.numel() else buffer.new_zeros(())
-            self._finite.append(Readback(torch.isfinite(largest)))
+            self._steps.check(buffer)
 
     def _route(self, name: str) -> Route:
         planned = self._plan.layers[name]
-        if self._step < self._dense_steps:
+        if self._steps.count < self._dense_steps:
             return planned.dense
-        codec = planned.route.codec.at(self._step - self._dense_steps)
+        codec = planned.route.codec.at(self._steps.count - self._dense_steps)
         return planned.route if codec is planned.route.codec else Route(planned.route.exchange, codec)
 
     def _with_factors(self) -> bool:
         """Whether the step whose forward pass is under way exchanges factors: it is past the dense ones."""
         if self._dense_steps:
-            self._settle()
-        return self._step >= self._dense_steps
+            self._steps.settle()
+        return self._steps.count >= self._dense_steps
 
     def _item(self, name: str, route: Route, grad: Tensor) -> Item:
         spec, codec, meter = self._specs[name], route.codec, self._meters[name]
@@ -264,37 +252,9 @@ class HookState:
         trip = None
         if route.exchange == "factors" and self._factors is not None and spec.layer is not None:
             trip = self._factors.trip(spec.layer)
-        return Item(spec, codec, grad, memory, Seeds(self._seed, self._step, name), meter, owner, trip)
-
-    def _settle(self, *, abandon: bool = False) -> None:
-        """Decides what became of the last step, before anything reads or replaces what it left.
-
-        A step that came out non-finite on any rank did so on all, for all decode the same bytes; so all
-        decide alike. One that broke off half-way is given up when the next begins (``abandon``).
-        """
-        if not self._buckets or not (self._complete or abandon):
-            return
-        finished = self._complete and all(_came_through(f) for f in self._buckets)
-        if finished and not self._discarded and all(r.get() for r in self._finite):
-            self._store.commit()
-            self._step += 1
-            self._undoable = True
-        else:
-            self._undoable = False
-            self._store.discard()
-            self._skipped += 1
-        self._buckets, self._finite = [], []
-        self._complete = self._discarded = False
+        return Item(spec, codec, grad, memory, Seeds(self._seed, self._steps.count, name), meter, owner, trip)
 
 
 def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """The communication hook: ``ddp.register_comm_hook(commlib.HookState(ddp, …), commlib.hook)``."""
     return state.reduce(bucket)
-
-
-def _came_through(future: torch.futures.Future[Tensor]) -> bool:
-    try:
-        future.wait()
-    except Exception:  # DDP has raised it to the user already
-        return False
-    return True

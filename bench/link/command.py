@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from commlib.bench.launch import RankFailed, Terminated
-from commlib.bench.options import Hosts, Json, PerHost, Ranks, Rate, Save
+from commlib.bench.options import Hosts, Json, PerHost, Plot, Ranks, Rate, Save
 from commlib.bench.place import Place, place
 from commlib.bench.progress import Bar
 from commlib.bench.record import Record, emit, facts, write
@@ -44,9 +43,7 @@ def link(
     seconds: Annotated[float | None, typer.Option(help="For all measurements together. [60]")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="5 seconds, up to 4MB, where not said otherwise.")] = False,
     show_all: Annotated[bool, typer.Option("--all", help="A row for every size.")] = False,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw it too: .png, .svg or .pdf; needs matplotlib.")
-    ] = None,
+    plot: Plot = None,
     as_json: Json = False,
     save: Save = None,
 ) -> None:

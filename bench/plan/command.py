@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from commlib.bench.options import Json, Save
+from commlib.bench.options import Json, Plot, Save
 from commlib.bench.record import Record, emit, facts, write
 from commlib.bench.report import Row, console, print_rows
 
@@ -48,9 +47,7 @@ def plan(
     show_published: Annotated[
         bool, typer.Option("--published", help="Print published speed-ups beside the predicted ones instead.")
     ] = False,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw it too: .png, .svg or .pdf; needs matplotlib.")
-    ] = None,
+    plot: Plot = None,
     as_json: Json = False,
     save: Save = None,
 ) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 import re
-import sys
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from commlib.errors import unknown
+from commlib.bench.shapes import find_factory
 from commlib.model import linear_layers, trained_parameters
 
 from .layers import Kind, Layer, Model
@@ -79,21 +76,7 @@ def make(name: str) -> nn.Module:
     Raises:
         ValueError: as :func:`own`.
     """
-    where, _, attribute = name.partition(":")
-    if not where or not attribute:
-        raise ValueError(f"a model of your own is module:factory, got {name!r}")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = importlib.import_module(where)
-    except ImportError as e:
-        raise ValueError(f"model {name!r}: cannot import {where!r} ({e}); run it where the module is") from e
-    factory = getattr(found, attribute, None)
-    if factory is None:
-        callables = [n for n, v in vars(found).items() if callable(v) and not n.startswith("_")]
-        raise ValueError(f"model {name!r}: {unknown('attribute', attribute, callables)}")
-    if not callable(factory):
-        raise ValueError(f"model {name!r}: {attribute} is no callable but of type {type(factory).__name__}")
+    factory = find_factory(name)
     try:
         with torch.device("meta"):
             made = factory()

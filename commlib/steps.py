@@ -1,0 +1,96 @@
+"""Which steps count. A step leaves something behind only once it is known that it came through and was finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from commlib.memory import MemoryStore
+from commlib.readback import Readback
+
+
+class Steps:
+    """The step under way, bucket by bucket, and how many there were.
+
+    A step that came out non-finite on any rank did so on all, for all decode the same bytes; so all ranks decide
+    alike what becomes of it, without asking each other.
+
+    Args:
+        store: what codecs remember; committed or forgotten a step at a time.
+
+    Attributes:
+        count: steps that count.
+        skipped: those that do not.
+        complete: whether the last bucket of the step under way has been submitted.
+    """
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+        self.count = self.skipped = 0
+        self.complete = False
+        self._buckets: list[torch.futures.Future[Tensor]] = []
+        self._finite: list[Readback] = []
+        self._discarded = self._undoable = False
+
+    def begin(self) -> None:
+        """A step begins; one before it that broke off half-way is given up."""
+        self._settle(abandon=True)
+        self._undoable = False
+
+    def submitted(self, bucket: torch.futures.Future[Tensor], *, last: bool) -> None:
+        """One more bucket of it is on its way."""
+        self._buckets.append(bucket)
+        self.complete = last
+
+    def under_way(self) -> Iterator[torch.futures.Future[Tensor]]:
+        """Its buckets."""
+        yield from self._buckets
+
+    def check(self, values: Tensor) -> None:
+        """It counts only if these are finite."""
+        largest = torch.linalg.vector_norm(values, float("inf")) if values.numel() else values.new_zeros(())
+        self._finite.append(Readback(torch.isfinite(largest)))
+
+    def settle(self) -> None:
+        """Decides what became of the last step, before anything reads or replaces what it left."""
+        self._settle(abandon=False)
+
+    def discard(self) -> None:
+        """The step just exchanged never happened."""
+        if self._buckets:
+            self._discarded = True
+        elif self._undoable:  # somebody has asked for what it left, and so committed it, meanwhile
+            self._store.undo()
+            self.count -= 1
+            self.skipped += 1
+            self._undoable = False
+
+    def resume(self, count: int) -> None:
+        """Go on after so many, with a store that has been filled anew."""
+        self._undoable = False
+        self.count = count
+
+    def _settle(self, *, abandon: bool) -> None:
+        if not self._buckets or not (self.complete or abandon):
+            return
+        finished = self.complete and all(_came_through(f) for f in self._buckets)
+        if finished and not self._discarded and all(r.get() for r in self._finite):
+            self._store.commit()
+            self.count += 1
+            self._undoable = True
+        else:
+            self._undoable = False
+            self._store.discard()
+            self.skipped += 1
+        self._buckets, self._finite = [], []
+        self.complete = self._discarded = False
+
+
+def _came_through(future: torch.futures.Future[Tensor]) -> bool:
+    try:
+        future.wait()
+    except Exception:  # DDP has raised it to the user already
+        return False
+    return True

@@ -8,7 +8,7 @@ Layout (strings, numbers and tensors only; keys differ from rank to rank, so a d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,43 +64,49 @@ def merge_state_dicts(states: Sequence[StateDict]) -> StateDict:
 def from_state(state: Mapping[str, Any], plan: Plan, store: MemoryStore, world: World, *, drop_residuals: bool) -> int:
     """Fills ``store``; returns the step. Bit for bit if routes and world size are those of the checkpoint.
 
-    Otherwise what was pending is carried over: every rank gets the mean over the old ranks, so that
+    Gradient that is pending for a layer whose route here keeps none goes out with the layer's next gradient
+    (:meth:`MemoryStore.drain`). With another number of ranks every rank gets the mean over the old ones, so that
     (1/P)·Σ residuals, all that later steps would have added to the mean gradient, is conserved.
 
     Raises:
-        CheckpointMismatch: another format or model; ranks missing; or pending gradient for a layer whose
-            route now keeps none.
+        CheckpointMismatch: another format or model, ranks missing, or damaged; nothing is changed then.
     """
     _check_model(state, plan)
     if drop_residuals:
         store.clear()
         return int(state["step"])
     ranks: Mapping[str, Any] = state["ranks"]
-    same = state["world_size"] == world.size and state["routes"] == _routes(plan)
-    if same and str(world.rank) in ranks:
-        own = _own(ranks[str(world.rank)], plan, world)
-        store.clear()
-        for name, key, slot, value, start in own:
-            store.restore(name, key, slot, value.to(plan.layers[name].spec.device), start=start)
-        return int(state["step"])
-    missing = [r for r in range(state["world_size"]) if str(r) not in ranks]
-    if missing:
-        routes = "the same" if state["routes"] == _routes(plan) else "other"
-        raise CheckpointMismatch(
-            f"this is the state of rank {', '.join(sorted(ranks))} of {state['world_size']}, loaded by rank "
-            f"{world.rank} of {world.size} with {routes} routes: collect every rank's state_dict() with "
-            f"commlib.merge_state_dicts and load that (missing: rank {', '.join(map(str, missing))})"
-        )
-    carried = {p.spec.name: _carry_over(p, [ranks[str(r)] for r in range(state["world_size"])]) for p in plan}
+    if state["world_size"] == world.size and str(world.rank) in ranks:
+        found = _own(ranks[str(world.rank)], plan, world, same=state["routes"] == _routes(plan))
+    else:
+        missing = [r for r in range(state["world_size"]) if str(r) not in ranks]
+        if missing:
+            raise CheckpointMismatch(
+                f"this is the state of rank {', '.join(sorted(ranks))} of {state['world_size']}, loaded by rank "
+                f"{world.rank} of {world.size}: collect every rank's state_dict() with commlib.merge_state_dicts and "
+                f"load that (missing: rank {', '.join(map(str, missing))})"
+            )
+        old = [ranks[str(r)] for r in range(state["world_size"])]
+        found = [entry for p in plan for entry in _carry_over(p, old)]
     store.clear()
-    for name, values in carried.items():
-        for key, (slot, value) in values.items():
-            store.restore(name, key, slot, value.to(plan.layers[name].spec.device))
+    for name, key, slot, value, start in found:
+        store.restore(name, key, slot, value.to(plan.layers[name].spec.device), start=start)
     return int(state["step"])
 
 
-def _own(entries: Mapping[str, Any], plan: Plan, world: World) -> list[tuple[str, str, Slot, Tensor, int]]:
-    """(layer, key, slot, value, first row) of all that this rank had; checked, so that restoring cannot fail."""
+_Entry = tuple[str, str, Slot, Tensor, int]  # layer, key, slot, value, first row
+
+
+def _own(entries: Mapping[str, Any], plan: Plan, world: World, *, same: bool) -> list[_Entry]:
+    """All that this rank had and can use; checked, so that restoring cannot fail.
+
+    Args:
+        entries: layer → slot → value.
+        plan: of here.
+        world: this rank.
+        same: whether the routes are those of the checkpoint. If not, of slots that routes here do not have only what
+            is pending is taken over.
+    """
     found = []
     for name, slots in entries.items():
         if name not in plan.layers:
@@ -108,15 +114,31 @@ def _own(entries: Mapping[str, Any], plan: Plan, world: World) -> list[tuple[str
         expected = _expected(plan.layers[name], world)
         for key, entry in slots.items():
             value = entry.get("value") if isinstance(entry, Mapping) else None
-            if key not in expected or not isinstance(value, Tensor):
-                raise CheckpointMismatch(f"damaged state dict: slot {key!r} of {name!r} is unknown or has no value")
-            slot, start = expected[key]
-            if tuple(value.shape) != slot.shape:
-                raise CheckpointMismatch(
-                    f"damaged state dict: slot {key!r} of {name!r} has shape {tuple(value.shape)}, not {slot.shape}"
-                )
+            if not isinstance(value, Tensor):
+                raise CheckpointMismatch(f"damaged state dict: slot {key!r} of {name!r} has no value")
+            slot, start = expected.get(key, (None, 0))
+            if slot is None or tuple(value.shape) != slot.shape:
+                if entry.get("role") == "pending":
+                    slot, start = _of_another_route(plan.layers[name].spec, key, entry)
+                elif not same:
+                    continue
+                else:
+                    wanted = "unknown" if slot is None else f"not {slot.shape}"
+                    raise CheckpointMismatch(
+                        f"damaged state dict: slot {key!r} of {name!r} of shape {tuple(value.shape)} is {wanted}"
+                    )
             found.append((name, key, slot, value, start))
     return found
+
+
+def _of_another_route(spec: LayerSpec, key: str, entry: Mapping[str, Any]) -> tuple[Slot, int]:
+    """What a route that is not here holds back of a layer: of all of it, or of some rows."""
+    shape, start = tuple(entry["value"].shape), entry.get("start", 0)
+    if shape != spec.shape and not (
+        spec.shape and shape[1:] == spec.shape[1:] and start >= 0 and start + shape[0] <= spec.shape[0]
+    ):
+        raise CheckpointMismatch(f"damaged state dict: slot {key!r} of {spec.name!r} of shape {shape} does not fit it")
+    return Slot(shape, "pending"), start
 
 
 def _expected(layer: PlannedLayer, world: World) -> dict[str, tuple[Slot, int]]:
@@ -130,27 +152,22 @@ def _expected(layer: PlannedLayer, world: World) -> dict[str, tuple[Slot, int]]:
     return expected
 
 
-def _carry_over(layer: PlannedLayer, old: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Slot, Tensor]]:
+def _carry_over(layer: PlannedLayer, old: Sequence[Mapping[str, Any]]) -> Iterator[_Entry]:
     """The slots of one layer on a rank of the new world, from those of all ranks of the old one."""
-    name = layer.spec.name
-    wanted = {**layer.dense.codec.slots(layer.spec), **layer.route.codec.slots(layer.spec)}
-    found = {key for rank in old for key in rank.get(name, {})}
-    result = {}
+    name, spec = layer.spec.name, layer.spec
+    wanted = {**layer.dense.codec.slots(spec), **layer.route.codec.slots(spec)}
+    entries = [(key.removeprefix("owner."), entry) for rank in old for key, entry in rank.get(name, {}).items()]
+    pending = {key for key, entry in entries if entry["role"] == "pending"}
+    for key in sorted(pending - set(wanted)):
+        yield name, key, Slot(spec.shape), _mean(spec, key, old), 0
+    found = {key for key, _ in entries}
     for key, slot in wanted.items():
         if slot.role == "replicated":
             value = old[0].get(name, {}).get(key, {}).get("value")
             if value is not None and tuple(value.shape) == slot.shape:
-                result[key] = (slot, value)
-        elif key in found or "owner." + key in found:
-            result[key] = (slot, _mean(layer.spec, key, old))
-    lost = [k for k in ("residual",) if k in found and k not in wanted]
-    if lost:
-        raise CheckpointMismatch(
-            f"the checkpoint holds gradient of {name!r} that was not sent yet, but its route here, {layer.route}, "
-            "keeps no residual to put it in: give it a codec with error feedback, or lose that gradient with "
-            "load_state_dict(…, drop_residuals=True)"
-        )
-    return result
+                yield name, key, slot, value, 0
+        elif key in found:
+            yield name, key, slot, _mean(spec, key, old), 0
 
 
 def _mean(spec: LayerSpec, key: str, old: Sequence[Mapping[str, Any]]) -> Tensor:

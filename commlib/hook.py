@@ -156,6 +156,7 @@ class HookState:
         """
         self._steps.settle()
         self._steps.resume(from_state(state, self._plan, self._store, self.world, drop_residuals=drop_residuals))
+        self._watched = True  # a route without memory may have to send what is pending
 
     def discard_step(self) -> None:
         """Declares that the optimizer will not apply the step just exchanged: it leaves no trace in any residual.
@@ -252,6 +253,8 @@ class HookState:
         trip = None
         if route.exchange == "factors" and self._factors is not None and spec.layer is not None:
             trip = self._factors.trip(spec.layer)
+        if self._store.drain(spec, grad, self.world.size) and trip is not None:
+            trip.late = True  # what was added is in no rows
         return Item(spec, codec, grad, memory, Seeds(self._seed, self._steps.count, name), meter, owner, trip)
 
 

@@ -23,6 +23,7 @@ class _Pair:
     live: int = 0
     written: bool = False
     start: int = 0  # first row of the layer, for an owner's stripe
+    filled: list[bool] = dataclasses.field(default_factory=lambda: [False, False])  # or as good as zeros
 
 
 class MemoryStore:
@@ -46,21 +47,66 @@ class MemoryStore:
         """The slots of a layer for the step under way, which must write all of them."""
         self._committed = []
         layer = self._pairs.setdefault(spec.name, {})
+        for key in [k for k, p in layer.items() if not p.written and not p.filled[p.live]]:
+            del layer[key]  # drained, or never committed
         old, new = {}, {}
         for key, slot in slots.items():
             pair = layer.get(prefix + key)
-            if pair is None or pair.slot.shape != slot.shape:
+            if pair is not None and (pair.slot.shape, pair.start) != (slot.shape, start):
+                self._set_aside(layer, prefix + key)
+                pair = None
+            if pair is None:
                 first = init_slot(slot, spec, seed=_layer_seed(spec.name))
                 pair = layer[prefix + key] = _Pair(slot, [first, torch.empty_like(first)], start=start)
             old[key], new[key] = pair.tensors[pair.live], pair.tensors[1 - pair.live]
-            if not pair.written:
-                pair.written = True
-                self._pending.append(pair)
+            self._will_write(pair, filled=True)
         return Memory(old, new)
 
     def owner(self, spec: LayerSpec, slots: Mapping[str, Slot], start: int) -> Memory:
         """The slots for the stripe of the layer that this rank owns, from row ``start``."""
         return self.memory(spec, slots, prefix=_OWNER, start=start)
+
+    def drain(self, spec: LayerSpec, grad: Tensor, world: int) -> bool:
+        """Adds to a layer's gradient what its earlier routes have held back, where this step's does not ask for it.
+
+        Nothing is held then, once the step is committed. To be called when the step's own slots have been asked for.
+
+        Args:
+            spec: the layer.
+            grad: its local gradient, of any shape.
+            world: number of ranks. What a stripe's owner has held back is a part of the mean, so it counts P times.
+
+        Returns:
+            Whether there was any.
+        """
+        held = [
+            (key, pair)
+            for key, pair in self._pairs.get(spec.name, {}).items()
+            if pair.slot.role == "pending" and not pair.written and pair.filled[pair.live]
+        ]
+        for key, pair in held:
+            value, target = pair.tensors[pair.live], grad.view(spec.shape)
+            if key.startswith(_OWNER):
+                target[pair.start : pair.start + len(value)].add_(value, alpha=world)
+            else:
+                target.add_(value)
+            pair.tensors[1 - pair.live].zero_()
+            self._will_write(pair, filled=False)
+        return bool(held)
+
+    def _set_aside(self, layer: dict[str, _Pair], key: str) -> None:
+        """It is of another route, whose stripes are others; what it holds back is for :meth:`drain`."""
+        pair = layer.pop(key)
+        if pair.slot.role == "pending" and pair.filled[pair.live]:
+            while (key := key + "'") in layer:
+                pass
+            layer[key] = pair
+
+    def _will_write(self, pair: _Pair, *, filled: bool) -> None:
+        pair.filled[1 - pair.live] = filled
+        if not pair.written:
+            pair.written = True
+            self._pending.append(pair)
 
     def commit(self) -> None:
         """What the step wrote becomes what the next one reads."""
@@ -96,11 +142,15 @@ class MemoryStore:
 
     def export(self) -> dict[str, dict[str, dict[str, object]]]:
         """Layer → slot → {value: float32 copy in unscaled units, role, start}; committed values only."""
-        return {
-            name: {key: {"value": self._unscaled(p), "role": p.slot.role, "start": p.start} for key, p in layer.items()}
+        exported: dict[str, dict[str, dict[str, object]]] = {
+            name: {
+                key: {"value": self._unscaled(p), "role": p.slot.role, "start": p.start}
+                for key, p in layer.items()
+                if p.filled[p.live]
+            }
             for name, layer in self._pairs.items()
-            if layer
         }
+        return {name: slots for name, slots in exported.items() if slots}
 
     def restore(self, name: str, key: str, slot: Slot, value: Tensor, *, start: int = 0) -> None:
         """Puts a committed value back, given in unscaled units."""
@@ -110,6 +160,7 @@ class MemoryStore:
             self._pairs[name][key] = pair
         live = pair.tensors[pair.live]
         live.copy_(value)
+        pair.filled[pair.live] = True
         if slot.role != "replicated" and self.unit != 1.0:
             live.mul_(self.unit)
 

@@ -71,6 +71,7 @@ def exchange_once(
         stripe = route.carrier().owned(codec, spec, world)
         owner = store.owner(spec, codec.slots(stripe.spec) if stripe else {}, stripe.start if stripe else 0)
         memory = store.memory(spec, codec.slots(spec))
+        store.drain(spec, grad, size)
         item = Item(spec, codec, grad, memory, Seeds(seed, step, spec.name), Meter(grad.device), owner)
         trips.append(route.carrier().rounds([item], world, None))
     run(trips)

@@ -113,9 +113,9 @@ def test_another_world_size_conserves_what_is_pending(fleet: Fleet, rule: str, b
         torch.testing.assert_close(here[name], value, atol=1e-7, rtol=1e-6)
 
 
-def flushed(world: World, merged: dict[str, Any]) -> float:
-    """The pending gradient of a top-k run, taken over by a codec that sends all, arrives with the next step."""
-    trainer = Trainer(world, "fp16@gather")
+def flushed(world: World, rule: str, merged: dict[str, Any]) -> float:
+    """The pending gradient of a top-k run, taken over by a route that sends all, arrives with the next step."""
+    trainer = Trainer(world, rule)
     trainer.comm.load_state_dict(merged)
     pending = owed([merged])["2.weight"]
     x, y = batch(world, 0)
@@ -130,10 +130,13 @@ def flushed(world: World, merged: dict[str, Any]) -> float:
     return float((exchanged - alone - pending).abs().max())
 
 
-def test_gradient_that_was_pending_arrives_after_a_change_of_codec_and_world_size(fleet: Fleet):
-    states = [s for s, _ in fleet.run(4, produce, "topk:ratio=0.1@gather")]
-    for error in fleet.run(2, flushed, commlib.merge_state_dicts(states)):
-        assert error < 2e-4  # of 16 bits
+@pytest.mark.parametrize("before", ["topk:ratio=0.1@gather", "onebit@scatter_gather"])
+@pytest.mark.parametrize(("rule", "error"), [("fp16@gather", 2e-4), ("none", 1e-6), ("factors", 1e-6)])
+def test_gradient_that_was_pending_arrives_after_a_change_of_codec_and_world_size(
+    fleet: Fleet, before: str, rule: str, error: float
+):
+    states = [s for s, _ in fleet.run(4, produce, before)]
+    assert all(e < error for e in fleet.run(2, flushed, rule, commlib.merge_state_dicts(states)))
 
 
 def distributed_checkpoint(world: World, folder: str) -> bool:

@@ -14,7 +14,7 @@ from commlib.compressor import Compressor, LayerSpec, LowRank, Memory, Slot
 from commlib.errors import CheckpointMismatch, CommlibError, MissingDependency, PeerLost, PlanMismatch
 from commlib.feedback import ErrorFeedback
 from commlib.hook import HookState, hook
-from commlib.policy import Exact
+from commlib.policy import Exact, Lossy
 from commlib.registry import make
 from commlib.route import Plan, Route
 from commlib.stats import LayerStats, Stats
@@ -28,6 +28,7 @@ __all__ = [
     "HookState",
     "LayerSpec",
     "LayerStats",
+    "Lossy",
     "LowRank",
     "Memory",
     "MissingDependency",

@@ -88,12 +88,30 @@ def choose(
     return Choice(ways, dense, reasons, times[0], seconds(changed))
 
 
+def compress_too(p: Pass, exact: Choice, others: Mapping[str, Sequence[Way]], margin: float = MARGIN) -> Choice:
+    """An exact choice with as few layers compressed as come within ``margin`` of the shortest step there is then.
+
+    Args:
+        p: a step that was all dense.
+        exact: of :func:`choose`.
+        others: layer → compressed ways.
+        margin: as there.
+    """
+    found = choose(p, exact.ways, others, margin, frugal=True)
+    reasons = {}
+    for name, way in found.ways.items():
+        compressed, dense = way != exact.ways[name], way == exact.dense[name]
+        of = found if compressed or (dense and others.get(name)) else exact
+        reasons[name] = of.reasons[name]
+    return dataclasses.replace(found, dense=exact.dense, reasons=reasons, dense_s=exact.dense_s)
+
+
 def _why(dense: Way, best: Way | None, changed: bool) -> str:
     if best is None:
         return "has no other way"
-    costs = f"{best.route} would cost {_ms(best.alone_s)}, dense costs {_ms(dense.alone_s)}"
+    costs = f"{best.route} would cost {_ms(best.alone_s)}, {dense.route} costs {_ms(dense.alone_s)}"
     if changed:
-        return f"costs {_ms(best.alone_s)}, dense would cost {_ms(dense.alone_s)}"
+        return f"costs {_ms(best.alone_s)}, {dense.route} would cost {_ms(dense.alone_s)}"
     if best.alone_s >= dense.alone_s:
         return costs
     return f"{costs}, but that hides behind the backward pass, or too little would be saved"

@@ -44,9 +44,9 @@ class HookState:
 
     Args:
         module: the DDP module, or the module inside it.
-        compressor: :class:`Exact` (or ``"auto"``), which chooses a route for each layer by measurement; or a spec
-            string (``"onebit"``, ``"topk:ratio=0.01@gather"``), a Compressor, a Route, or rules: a mapping from name
-            patterns to those (the first that matches decides, no match is dense); or a Plan, saved earlier perhaps.
+        compressor: :class:`Exact` (or ``"auto"``) or :class:`Lossy`, which choose a route for each layer by
+            measurement; or a spec string (``"onebit"``, ``"topk:ratio=0.01@gather"``), a Compressor, a Route, or rules:
+            a mapping from name patterns to those (the first that matches decides, no match is dense); or a Plan.
         process_group: the DDP's own, or one of the same ranks; by default the DDP's (the default group, if
             ``module`` is not wrapped).
         scaler: the GradScaler in use, so that residuals follow when its scale moves.
@@ -83,7 +83,8 @@ class HookState:
                 raise ValueError(f"timeout must be a number of seconds > 0, got {timeout!r}")
             setup = Setup.of(module, self._group, compressor, min_size)
             self._scale = LossScale(scaler, module)
-            self._factors = FactorLayers.of(module, setup.layers, self.world, weakref.WeakMethod(self._with_factors))
+            on = weakref.WeakMethod(self._with_factors)
+            self._factors = FactorLayers.of(module, setup.layers, self.world, on, watched=setup.chosen_later)
         except Exception as e:
             publish_failure(self._group, self._key, self.world, e)
             raise
@@ -99,7 +100,7 @@ class HookState:
         self._meters = {s.name: Meter(s.device) for s in specs}
         self._store = MemoryStore()
         self._steps = Steps(self._store)
-        self._watched = any(p.route.codec.slots(p.spec) or p.route.codec.random for p in self._plan) or dense_steps > 0
+        self._watched = setup.remembers() or dense_steps > 0
         self._lost_key = f"{self._key}/lost"
         self._sequencer = make_sequencer(self._group, self._lost_key, self.world, setup.device, setup.rounds())
         weakref.finalize(self, self._sequencer.close, wait=False)
@@ -110,7 +111,7 @@ class HookState:
             weakref.finalize(self, self._factors.remove)
             if setup.chosen_later:
                 board = Board(self._group, self._key, self.world, timeout)
-                self._manager = Manager(specs, self._factors, board, own, self.world, self._meters)
+                self._manager = Manager(setup, self._factors, board, own, self.world, self._meters)
         self._shadow = False
 
     # -- what a user calls ----------------------------------------------------------------------

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+
+from commlib.route import Rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,15 +16,67 @@ class Exact:
     shorter, and takes it back if it does not.
     """
 
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The compressed routes it may choose."""
+        return ()
+
     def __str__(self) -> str:
         return "exact routes, chosen by measurement"
 
 
-Policy = Exact
+@dataclasses.dataclass(frozen=True)
+class Lossy:
+    """Exact routes, and codecs for those layers whose exchange would make steps longer all the same.
+
+    A layer whose transfer hides behind the backward pass stays exact: accuracy is spent only where it buys time.
+
+    Args:
+        codecs: what it may choose among: spec strings, Compressors or Routes; one alone need not be in a list.
+
+    Raises:
+        ValueError: none is given. (What a codec's spec lacks is said when a model is attached.)
+        TypeError: not such things.
+    """
+
+    codecs: Rule | Sequence[Rule]
+
+    def __post_init__(self) -> None:
+        rules = self.rules
+        if not rules:
+            raise ValueError("Lossy([]) would be Exact(): name a codec, as in Lossy(['onebit', 'fp16'])")
+        for rule in rules:
+            if not isinstance(rule, Rule):
+                raise TypeError(f"Lossy takes spec strings, Compressors and Routes, got {rule!r}")
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The compressed routes it may choose."""
+        if isinstance(self.codecs, Rule):
+            return (self.codecs,)
+        return tuple(self.codecs)
+
+    def __str__(self) -> str:
+        return f"exact routes and {', '.join(map(str, self.rules))}, chosen by measurement"
+
+
+Policy = Exact | Lossy
 
 
 def policy_of(what: object) -> Policy | None:
-    """The policy that a user names: one, or the text ``auto``; None if it is none."""
+    """The policy that a user names: one; the text ``auto``; or ``lossy:onebit+fp16``. None if it is none.
+
+    Raises:
+        ValueError: ``lossy`` without codecs.
+    """
     if isinstance(what, Policy):
         return what
-    return Exact() if isinstance(what, str) and what.strip() == "auto" else None
+    text = what.strip() if isinstance(what, str) else ""
+    if text == "auto":
+        return Exact()
+    if text.partition(":")[0] != "lossy":
+        return None
+    codecs = [spec.strip() for spec in text.partition(":")[2].split("+")]
+    if not all(codecs):
+        raise ValueError(f"{text!r} names no codec, or an empty one: write lossy:onebit+fp16")
+    return Lossy(codecs)

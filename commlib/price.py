@@ -67,9 +67,29 @@ def factors(n: int, m: int, rows: int, link: Link, *, local_s: float, rebuild_s:
 
 
 def compressed(
-    route: str, sent: float, link: Link, *, gathers: int, reduces: int, before_s: float, after_s: float
+    route: str,
+    sent: float,
+    link: Link,
+    *,
+    gathers: int,
+    reduces: int,
+    before_s: float,
+    after_s: float,
+    plain: int = 0,
 ) -> Way:
-    """A payload by so many all-gathers (or all-to-alls) and all-reduces, which its bucket shares."""
+    """A payload by so many all-gathers (or all-to-alls) and all-reduces, which its bucket shares.
+
+    Args:
+        route: its name.
+        sent: bytes of payloads a rank sends.
+        link: all ranks' common one.
+        gathers: collectives by which payloads come together.
+        reduces: those by which they are summed.
+        before_s: seconds to compress.
+        after_s: seconds to decompress, and of all else that follows the first collective.
+        plain: bytes of gradients that go with it uncompressed.
+    """
     shared = gathers * link.all_gather.alpha + reduces * link.all_reduce.alpha
     beta = link.all_gather.beta if gathers else link.all_reduce.beta
-    return Way(route, sent, beta * sent, shared, before_s=before_s, after_s=after_s)
+    beside = dense(plain, link)
+    return Way(route, sent + beside.sent, beta * sent + beside.link_s, shared, before_s=before_s, after_s=after_s)

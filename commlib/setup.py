@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from commlib.layer import LayerSpec
 from commlib.model import check_frozen_integers, inside, layer_specs, linear_layers, one_device
 from commlib.plan_file import pin
 from commlib.policy import Policy, policy_of
-from commlib.route import Plan, Rules, make_plan
+from commlib.route import Plan, Rules, make_plan, resolve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,14 +27,17 @@ class Setup:
         device: their device.
         plan: the routes to begin with.
         layers: linear layers whose rows may be caught.
-        chosen_later: whether a bandwidth manager decides which of them send rows; if not, all do.
+        choice: what a bandwidth manager chooses among: route → the plan in which everything goes by it that can.
+            Empty without one: then all layers send their rows.
+        policy: in words.
     """
 
     specs: Sequence[LayerSpec]
     device: torch.device
     plan: Plan
     layers: frozenset[str]
-    chosen_later: bool
+    choice: Mapping[str, Plan]
+    policy: str = ""
 
     @classmethod
     def of(cls, module: nn.Module, group: Any, compressor: Rules | Policy | Plan, min_size: int) -> Setup:
@@ -54,27 +57,59 @@ class Setup:
         policy = policy_of(compressor)
         if isinstance(compressor, dict):
             check_frozen_integers(inside(module), compressor)
-        if policy is not None or isinstance(compressor, Policy):
-            layers, why = _may_choose(module, group, device, min_size)
-            plan = make_plan(specs, "none", world=group.size(), min_size=min_size)
-            return cls(specs, device, plan.because(str(policy), why or "measuring"), layers, bool(layers))
+        if policy is not None:
+            return cls._chosen_later(module, group, specs, policy, min_size)
         if isinstance(compressor, Plan):
             plan = pin(compressor, specs, group.size())
         else:
-            plan = make_plan(specs, compressor, world=group.size(), min_size=min_size)
+            rules = cast(Rules, compressor)  # no policy
+            plan = make_plan(specs, rules, world=group.size(), min_size=min_size)
         sent = {p.spec.layer for p in plan if p.route.exchange == "factors"}
         if sent and waits_on_stream(group, device):
             raise ValueError("factors are not exchanged over NCCL yet: use Gloo, or another route")
-        return cls(specs, device, plan, frozenset(name for name in sent if name is not None), False)
+        return cls(specs, device, plan, frozenset(name for name in sent if name is not None), {})
+
+    @classmethod
+    def _chosen_later(
+        cls, module: nn.Module, group: Any, specs: Sequence[LayerSpec], policy: Policy, min_size: int
+    ) -> Setup:
+        device, world, said = specs[0].device, group.size(), str(policy)
+        plan = make_plan(specs, "none", world=world, min_size=min_size)
+        compressed = _compressed(policy, specs, world, min_size)
+        why = _no_choice(module, group, device)
+        if why:
+            return cls(specs, device, plan.because(said, why), frozenset(), {}, said)
+        layers, why = _with_rows(module, min_size)
+        choice = {name: p for name, p in compressed.items() if any(str(x.route) == name for x in p)}
+        if layers:
+            choice["factors"] = make_plan(specs, "factors", world=world, min_size=min_size)
+        return cls(specs, device, plan.because(said, "measuring" if choice else why), layers, choice, said)
+
+    @property
+    def chosen_later(self) -> bool:
+        """Whether a bandwidth manager chooses."""
+        return bool(self.choice)
+
+    @property
+    def plans(self) -> list[Plan]:
+        """All that may come into force."""
+        return [self.plan, *self.choice.values()]
 
     def terms(self) -> dict[str, str]:
         """What ranks must have in common."""
-        choice = {"layers to choose for": ", ".join(sorted(self.layers))} if self.chosen_later else {}
-        return {**choice, **self.plan.describe()}
+        choice = {
+            "chosen among": ", ".join(sorted(self.choice)),
+            "layers whose rows may be sent": ", ".join(sorted(self.layers)),
+        }
+        return {**(choice if self.choice else {}), **self.plan.describe()}
 
     def rounds(self) -> int:
         """The most rounds that any route has, or may get."""
-        return max(2 if self.chosen_later else 1, *(p.route.carrier().ROUNDS for p in self.plan))
+        return max(p.route.carrier().ROUNDS for plan in self.plans for p in plan)
+
+    def remembers(self) -> bool:
+        """Whether any route keeps something from step to step."""
+        return any(p.route.codec.slots(p.spec) or p.route.codec.random for plan in self.plans for p in plan)
 
 
 def check_count(name: str, value: object) -> None:
@@ -83,17 +118,43 @@ def check_count(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a whole number ≥ 0, got {value!r}")
 
 
-def _may_choose(module: nn.Module, group: Any, device: torch.device, min_size: int) -> tuple[frozenset[str], str]:
-    """The linear layers that have another exact way than dense; if there are none, why."""
-    none: frozenset[str] = frozenset()
+def _no_choice(module: nn.Module, group: Any, device: torch.device) -> str:
+    """Why there can be no bandwidth manager here; empty if there can."""
     if not isinstance(module, DistributedDataParallel):
-        return none, "attached to a module inside DDP, whose passes nobody sees: dense"
+        return "attached to a module inside DDP, whose passes nobody sees: dense"
     if group.size() == 1:
-        return none, "one rank only"
+        return "one rank only"
     if waits_on_stream(group, device):
-        return none, "factors do not go over NCCL yet, and there is no other exact route"
+        return "nothing is measured over NCCL yet: dense"
+    return ""
+
+
+def _with_rows(module: nn.Module, min_size: int) -> tuple[frozenset[str], str]:
+    """The linear layers that have another exact way than dense; if there are none, why."""
     if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in module.modules()):
-        return none, "the model is compiled, and catching rows would break its graph: dense"
-    known = linear_layers(module.module, getattr(module, "parameters_to_ignore", ()))
+        return frozenset(), "the model is compiled, and catching rows would break its graph: dense"
+    known = linear_layers(inside(module), getattr(module, "parameters_to_ignore", ()))
     large = frozenset(name for name, m in known.items() if m.weight.numel() >= min_size)
     return large, "" if large else "no linear layer of its own has enough values: there is no other exact route"
+
+
+def _compressed(policy: Policy, specs: Sequence[LayerSpec], world: int, min_size: int) -> dict[str, Plan]:
+    """Route → the plan by it, of all that a policy allows.
+
+    Raises:
+        ValueError, TypeError: a rule that is none, or is not for choosing.
+    """
+    plans = {}
+    for rule in policy.rules:
+        route = resolve(rule, world)
+        if route.codec.lossless:
+            raise ValueError(
+                f"{rule} loses nothing: exact routes are chosen in any case, give Lossy codecs that compress"
+            )
+        if route.codec.dense_form() is not None:
+            raise ValueError(
+                f"{rule} keeps the optimizer's momentum, so it must carry a layer from the first step on: give it as a "
+                "rule, not for choosing"
+            )
+        plans[str(route)] = make_plan(specs, route, world=world, min_size=min_size)
+    return plans

@@ -17,7 +17,7 @@ from commlib.collective import AllGather, AllReduce, AllToAll, Collective, Round
 from commlib.exchange.item import Item, Seeds, World
 from commlib.layer import LayerSpec
 from commlib.memory import MemoryStore
-from commlib.route import Rule, resolve
+from commlib.route import Route, Rule, resolve
 from commlib.stats import Meter
 
 T = TypeVar("T", AllReduce, AllGather, AllToAll)
@@ -62,22 +62,42 @@ def exchange_once(
     size = len(gradients)
     stores = stores or [MemoryStore() for _ in gradients]
     results = [g.clone().contiguous() for g in gradients]
-    spec = LayerSpec.of(results[0], "layer")
     route = resolve(rule, size)
-    trips = []
-    for rank, (grad, store) in enumerate(zip(results, stores, strict=True)):
-        world = World(rank, size)
-        codec = route.codec.at(step)
-        stripe = route.carrier().owned(codec, spec, world)
-        owner = store.owner(spec, codec.slots(stripe.spec) if stripe else {}, stripe.start if stripe else 0)
-        memory = store.memory(spec, codec.slots(spec))
-        store.drain(spec, grad, size)
-        item = Item(spec, codec, grad, memory, Seeds(seed, step, spec.name), Meter(grad.device), owner)
-        trips.append(route.carrier().rounds([item], world, None))
-    run(trips)
+    ranks = enumerate(zip(results, stores, strict=True))
+    run([part(route, grad, store, World(rank, size), step=step, seed=seed) for rank, (grad, store) in ranks])
     for store in stores:
         store.commit()
     return results
+
+
+def part(route: Route, grad: Tensor, store: MemoryStore, world: World, *, step: int, seed: int) -> Rounds:
+    """One rank's part in exchanging one layer.
+
+    Args:
+        route: of the layer.
+        grad: its gradient on this rank, contiguous; overwritten by the mean.
+        store: of this rank; not committed.
+        world: this rank.
+        step: seeds random codecs, together with ``seed``.
+        seed: see :class:`commlib.HookState`.
+    """
+    spec = LayerSpec.of(grad, "layer")
+    codec = route.codec.at(step)
+    stripe = route.carrier().owned(codec, spec, world)
+    memory = store.memory(spec, codec.slots(spec))
+    owner = store.owner(spec, codec.slots(stripe.spec) if stripe else {}, stripe.start if stripe else 0)
+    store.drain(spec, grad, world.size)
+    item = Item(spec, codec, grad, memory, Seeds(seed, step, spec.name), Meter(grad.device), owner)
+    return route.carrier().rounds([item], world, None)
+
+
+def echo(calls: Sequence[Collective], size: int) -> None:
+    """Carries collectives out as if ``size`` ranks had sent what this one does. (Sums stay as they are.)"""
+    for c in calls:
+        if isinstance(c, AllGather):
+            c.out.copy_(c.tensor.repeat(size))
+        elif isinstance(c, AllToAll):
+            c.out.copy_(torch.split(c.tensor, c.splits)[c.own].repeat(size))
 
 
 def _carry_out(calls: Sequence[Collective]) -> None:

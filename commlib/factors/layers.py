@@ -64,14 +64,20 @@ class FactorLayers:
 
     @classmethod
     def of(
-        cls, module: nn.Module, names: Collection[str], world: World, on: weakref.WeakMethod[Callable[[], bool]]
+        cls,
+        module: nn.Module,
+        names: Collection[str],
+        world: World,
+        on: weakref.WeakMethod[Callable[[], bool]],
+        *,
+        watched: bool,
     ) -> FactorLayers | None:
-        """For the layers of these names; None if there are none.
+        """For the layers of these names; None if there are none, and nobody wants to know when passes begin either.
 
         Raises:
             ValueError: the module is not the DDP model.
         """
-        if not names:
+        if not names and not watched:
             return None
         if not isinstance(module, DistributedDataParallel):
             raise ValueError(

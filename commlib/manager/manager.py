@@ -17,14 +17,15 @@ import torch
 from commlib.errors import CommlibError
 from commlib.exchange.item import World
 from commlib.factors.layers import FactorLayers
-from commlib.layer import LayerSpec
 from commlib.manager.board import Board
+from commlib.manager.codecs import Cost, measure
 from commlib.manager.decision import Decision
 from commlib.manager.model import Model
 from commlib.manager.pilot import Pilot
 from commlib.manager.probe import measure_link, measure_product
 from commlib.manager.sheet import Figures, Sheet, slowest
 from commlib.route import Plan, resolve
+from commlib.setup import Setup
 from commlib.stats import Meter
 
 log = logging.getLogger("commlib")
@@ -34,7 +35,7 @@ class Manager:
     """Chooses routes for the layers that have several.
 
     Args:
-        specs: of all parameters.
+        setup: the parameters, and the routes to choose among.
         factors: taps on the linear layers whose rows can be sent; it makes none of them active until it has decided.
         board: for its reviews.
         group: process group that carries first rounds of rows only.
@@ -44,7 +45,7 @@ class Manager:
 
     def __init__(
         self,
-        specs: Sequence[LayerSpec],
+        setup: Setup,
         factors: FactorLayers,
         board: Board,
         group: Any,
@@ -53,8 +54,11 @@ class Manager:
     ) -> None:
         self._factors, self._board, self._group, self._world = factors, board, group, world
         self._meters = meters
-        self._model = Model(specs, factors.names)
-        self._device, self._dtypes = specs[0].device, {s.layer: s.dtype for s in specs}
+        self._choice, self._policy, self._device = setup.choice, setup.policy, setup.device
+        compressed = {route: plan for route, plan in setup.choice.items() if route != "factors"}
+        self._model = Model(setup.specs, factors.names, compressed)
+        self._dtypes = {s.layer: s.dtype for s in setup.specs}
+        self._codecs: dict[str, Cost] = {}
         self._pilot = Pilot(self._model)
         self._sheet = Sheet()
         self._rows: dict[str, int] = {}
@@ -104,16 +108,19 @@ class Manager:
 
     def plan(self, now: Plan) -> Plan:
         """The plan as decided, from the one so far. From here on the time of its routes is counted."""
-        d, by_rows = self.decision, resolve("factors", self._world.size)
+        d = self.decision
         self._before = self._count, {name: _seconds(m) for name, m in self._meters.items()}
         layers = {}
         for name, p in now.layers.items():
             unit = self._model.unit_of[name]
-            route = by_rows if d.routes.get(unit) == "factors" else p.dense
             own = unit == name or p.spec.kind == "linear.weight"
             why = d.why.get(unit, "measuring") if own else "goes with its weight"
             seconds = d.predicted.get(unit) if own else None
             spec = dataclasses.replace(p.spec, rows=d.rows.get(unit)) if own else p.spec
+            route = p.dense
+            if unit in d.routes:
+                by = self._choice[d.routes[unit]].layers[name]
+                route, why = by.route, why if own or by.route.exchange == "factors" else by.reason
             layers[name] = dataclasses.replace(p, spec=spec, route=route, reason=why, predicted_s=seconds)
         return Plan(layers, now.world, self.about())
 
@@ -132,12 +139,9 @@ class Manager:
         """The state of affairs in a line."""
         d = self.decision
         if d.step_s is None:
-            return "exact routes, chosen by measurement: measuring dense steps"
+            return f"{self._policy}: measuring dense steps"
         planned, dense = d.step_s
-        return (
-            f"exact routes, chosen by measurement ({d.phase}): predicted {planned * 1e3:.4g} ms a step, all dense "
-            f"{dense * 1e3:.4g} ms"
-        )
+        return f"{self._policy} ({d.phase}): predicted {planned * 1e3:.4g} ms a step, all dense {dense * 1e3:.4g} ms"
 
     # -- a review --
 
@@ -150,6 +154,10 @@ class Manager:
         if self.decision.probe:
             measured["link"] = measure_link(self._group, self._world, self._device)
             measured["products"] = self._products()
+            if not self._codecs:  # what they cost does not depend on the link
+                compressed = {r: resolve(r, self._world.size) for r in self._choice if r != "factors"}
+                self._codecs = {r: measure(route, self._world, self._device) for r, route in compressed.items()}
+            measured["codecs"] = self._codecs
         terms = self._factors.terms()
         return Figures.of(steps, arithmetic="; ".join(terms.values()), **measured)
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from commlib.choose import Choice, choose
+from commlib.choose import Choice, choose, compress_too
 from commlib.layer import LayerSpec
 from commlib.link import Link
+from commlib.manager.codecs import Cost
 from commlib.manager.sheet import Figures
 from commlib.overlap import Bucket, Pass, finish
-from commlib.price import Way, dense, factors
+from commlib.price import Way, compressed, dense, factors
+from commlib.route import Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,15 +35,33 @@ class Unit:
     itemsize: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Payload:
+    """A unit by a compressed route.
+
+    Attributes:
+        sent: bytes of compressed layers that a rank sends.
+        values: how many are compressed.
+        plain: bytes of gradients that stay dense beside them: a bias that is too small.
+    """
+
+    sent: float
+    values: int
+    plain: int
+
+
 class Model:
     """The units of a model.
 
     Args:
         specs: of all parameters.
         layers: linear layers whose rows can be sent.
+        compressed: route → the plan by it, of those that lose something and may be chosen all the same.
     """
 
-    def __init__(self, specs: Sequence[LayerSpec], layers: Collection[str]) -> None:
+    def __init__(
+        self, specs: Sequence[LayerSpec], layers: Collection[str], compressed: Mapping[str, Plan] | None = None
+    ) -> None:
         self.unit_of = {s.name: s.layer if s.layer in layers and s.layer is not None else s.name for s in specs}
         nbytes = dict.fromkeys(self.unit_of.values(), 0)
         for s in specs:
@@ -53,27 +73,53 @@ class Model:
             weight = weights.get(s.layer) if s.layer in layers else None
             shape = None if weight is None else weight.matrix
             self.units.setdefault(name, Unit(name, nbytes[name], shape, s.dtype.itemsize))
+        self._payloads = {route: self._by_unit(route, plan) for route, plan in (compressed or {}).items()}
+
+    def _by_unit(self, route: str, plan: Plan) -> dict[str, Payload]:
+        """The units of which anything goes by it."""
+        found: dict[str, Payload] = {}
+        for p in plan:
+            name, spec = self.unit_of[p.spec.name], p.spec
+            x = found.get(name, Payload(0.0, 0, 0))
+            if str(p.route) == route:
+                sent = p.route.carrier().wire_bytes(p.route.codec, spec, plan.world)
+                x = dataclasses.replace(x, sent=x.sent + sent, values=x.values + spec.numel)
+            else:
+                x = dataclasses.replace(x, plain=x.plain + spec.nbytes)
+            found[name] = x
+        return {name: x for name, x in found.items() if x.values}
 
     def pass_of(self, f: Figures, ways: Mapping[str, Way] | None = None) -> Pass:
         """What the pass would have been, had every layer been dense; by units, each with its first parameter's bucket.
 
         Args:
             f: of steps in which units took these ways.
-            ways: None: all were dense. What a way has saved is put back. (What was computed beside the pass is not
-                taken out: whether the cores did that or the backward pass first is not known.)
+            ways: None: all were dense. What a way has saved is put back, and what it has compressed between two
+                buckets is taken out. (What was computed beside the pass is not: whether the cores did that or the
+                backward pass first is not known.)
         """
-        early = [(f.seen[u], w) for u, w in (ways or {}).items() if w.early and u in f.seen]
+        ways = ways or {}
+        owned = self._buckets(f)
+        changes = [(f.seen[u], w.saved_s) for u, w in ways.items() if w.early and u in f.seen]
+        changes += [
+            (ready, -ways[u].before_s) for ready, units in zip(f.ready, owned, strict=True) for u in units if u in ways
+        ]
 
         def then(now: float) -> float:
-            return now + sum(w.saved_s for t, w in early if t < now)
+            return max(0.0, now + sum(seconds for t, seconds in changes if t < now))
 
-        met: set[str] = set()
-        buckets = []
-        for ready, names in zip(f.ready, f.buckets, strict=True):
-            own = [u for u in dict.fromkeys(self.unit_of[n] for n in names) if u not in met]
-            met.update(own)
-            buckets.append(Bucket(then(ready), tuple(own)))
+        buckets = [Bucket(then(ready), units) for ready, units in zip(f.ready, owned, strict=True)]
         return Pass(tuple(buckets), {u: then(t) for u, t in f.seen.items()}, then(f.end))
+
+    def _buckets(self, f: Figures) -> list[tuple[str, ...]]:
+        """Units of each bucket, each in the one of its first parameter."""
+        met: set[str] = set()
+        owned = []
+        for names in f.buckets:
+            units = [u for u in dict.fromkeys(self.unit_of[n] for n in names) if u not in met]
+            met.update(units)
+            owned.append(tuple(units))
+        return owned
 
     def calibrate(self, p: Pass, span: float, link: Link) -> tuple[float, float]:
         """What turns a probe's figures into those of training steps.
@@ -108,16 +154,18 @@ class Model:
         f: Figures,
         link: Link,
         products: Mapping[str, tuple[float, float]],
+        codecs: Mapping[str, Cost],
         barred: Mapping[str, str],
         missing_s: float,
     ) -> Choice:
-        """The routes for a link.
+        """The routes for a link: exact ones first; then codecs where the step is shorter still.
 
         Args:
             p: the pass.
             f: of steps that were all dense: their rows, and whether ranks' arithmetic is alike.
             link: as calibrated.
             products: linear layer → seconds of the products of its own rows, and of all ranks'.
+            codecs: compressed route → what it costs to compute.
             barred: units that stay dense, and why.
             missing_s: added to predictions, from :meth:`calibrate`.
         """
@@ -130,12 +178,32 @@ class Model:
             else:
                 others[name] = [way]
         chosen = choose(p, plain, others)
-        return dataclasses.replace(
-            chosen,
-            reasons={**chosen.reasons, **reasons},
-            dense_s=chosen.dense_s + missing_s,
-            seconds=chosen.seconds + missing_s,
-        )
+        chosen = dataclasses.replace(chosen, reasons={**chosen.reasons, **reasons})
+        smaller = {
+            name: ways for name in plain if name not in barred and (ways := self._smaller(name, link, codecs or {}))
+        }
+        if smaller:
+            chosen = compress_too(p, chosen, smaller)
+        return dataclasses.replace(chosen, dense_s=chosen.dense_s + missing_s, seconds=chosen.seconds + missing_s)
+
+    def _smaller(self, name: str, link: Link, codecs: Mapping[str, Cost]) -> list[Way]:
+        """A unit's compressed ways."""
+        ways = []
+        for route, cost in codecs.items():
+            x = self._payloads[route].get(name)
+            if x is not None:
+                way = compressed(
+                    route,
+                    x.sent,
+                    link,
+                    gathers=cost.gathers,
+                    reduces=cost.reduces,
+                    before_s=cost.before.seconds(x.values),
+                    after_s=cost.after.seconds(x.values),
+                    plain=x.plain,
+                )
+                ways.append(way)
+        return ways
 
     def worth_measuring(self, rows: Mapping[str, int], world: int) -> dict[str, tuple[int, int, int]]:
         """Layer → (N, M, rows) where rows would take fewer bytes than the gradient; the others lose in any case."""

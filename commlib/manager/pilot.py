@@ -17,10 +17,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from commlib.choose import Choice
 from commlib.link import Link
+from commlib.manager.codecs import Cost
 from commlib.manager.decision import Decision
 from commlib.manager.model import Model, by_gain, routes
 from commlib.manager.sheet import Figures
@@ -56,9 +57,10 @@ class Pilot:
         self._dense: Figures | None = None  # the last steps that were all dense
         self._pass: Pass | None = None  # as if all were dense
         self._slower, self._missing_s = 1.0, 0.0  # Model.calibrate
-        self._surplus: dict[tuple[str, ...], float] = {}  # plan → seconds its trial took beyond its prediction
+        self._surplus: dict[_Key, float] = {}  # plan → seconds its trial took beyond its prediction
         self._refined = 0  # times that a trial has shown a better plan
         self._products: dict[str, tuple[float, float]] = {}
+        self._codecs: dict[str, Cost] = {}
         self._choice: Choice | None = None
         self._barred: dict[str, str] = {}
         self._ratios: list[float] = []  # planned / dense, of this trial's rounds
@@ -80,6 +82,7 @@ class Pilot:
         if f.link is not None and self._now.phase != "steady":
             self._link = f.link
         self._products |= f.products
+        self._codecs |= f.codecs
         if f.steps == 0:  # they broke off, or no forward pass went through DDP
             self._now = dataclasses.replace(self._now, steps=max(2, self._now.steps), said="")
             return self._now
@@ -197,7 +200,7 @@ class Pilot:
         choice = self._choose(self._dense, self._link)
         changed = routes(choice, self._dense.seen)
         if changed == routes(before, self._dense.seen):
-            self._surplus[tuple(changed)] = f.span - choice.seconds
+            self._surplus[_key(changed)] = f.span - choice.seconds
             self._choice = dataclasses.replace(choice, seconds=f.span)
         elif changed and choice.seconds < _WON * f.span and self._refined < _REFINEMENTS:
             self._refined += 1
@@ -210,8 +213,9 @@ class Pilot:
     def _choose(self, dense: Figures, link: Link) -> Choice:
         assert self._pass is not None
         link = link.slower(self._slower)
-        choice = self._model.choose(self._pass, dense, link, self._products, self._barred, self._missing_s)
-        surplus = self._surplus.get(tuple(routes(choice, dense.seen)), 0.0)
+        costs = self._products, self._codecs
+        choice = self._model.choose(self._pass, dense, link, *costs, self._barred, self._missing_s)
+        surplus = self._surplus.get(_key(routes(choice, dense.seen)), 0.0)
         return dataclasses.replace(choice, seconds=max(choice.seconds + surplus, choice.seconds / 2))
 
     def _measured_dense(self, f: Figures) -> None:
@@ -264,6 +268,13 @@ class Pilot:
             predicted={n: way.alone_s for n, way in ways.items()},
             step_s=(seconds, shown.dense_s + self._dense.rest),
         )
+
+
+_Key = tuple[tuple[str, str], ...]
+
+
+def _key(plan: Mapping[str, str]) -> _Key:
+    return tuple(plan.items())
 
 
 def _probe_s(link: Link) -> float:

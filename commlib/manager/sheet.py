@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from commlib.link import Line, Link
+from commlib.manager import codecs
+from commlib.manager.codecs import Cost
 
 
 @dataclasses.dataclass
@@ -100,6 +102,7 @@ class Figures:
         rows: linear layer → its rows, the most in any step.
         wire: seconds that collectives were under way, a step.
         products: linear layer → seconds of the product of its own rows, and of all ranks'; where measured.
+        codecs: compressed route → what it costs to compute; where measured.
         link: if measured.
         arithmetic: what must be alike where ranks multiply the same rows.
     """
@@ -114,6 +117,7 @@ class Figures:
     rows: Mapping[str, int]
     wire: float = 0.0
     products: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    codecs: Mapping[str, Cost] = dataclasses.field(default_factory=dict)
     link: Link | None = None
     arithmetic: str = ""
 
@@ -142,7 +146,8 @@ class Figures:
         lines = link and Link(link["world"], Line(**link["all_reduce"]), Line(**link["all_gather"]))
         tuples = {"ready": tuple(x["ready"]), "buckets": tuple(tuple(b) for b in x["buckets"])}
         products = {name: (local, rebuilt) for name, (local, rebuilt) in x["products"].items()}
-        return cls(**{**x, **tuples, "products": products, "link": lines})
+        costs = {route: Cost.from_wire(c) for route, c in x["codecs"].items()}
+        return cls(**{**x, **tuples, "products": products, "codecs": costs, "link": lines})
 
 
 def slowest(ranks: Sequence[Figures]) -> Figures:
@@ -161,6 +166,7 @@ def slowest(ranks: Sequence[Figures]) -> Figures:
         rows=_most([f.rows for f in had]),
         wire=max(f.wire for f in had),
         products=_products([f.products for f in had]),
+        codecs={r: codecs.slowest([f.codecs[r] for f in ranks if r in f.codecs]) for r in ranks[0].codecs},
         link=_worst(links) if links else None,
         arithmetic=had[0].arithmetic if len({f.arithmetic for f in ranks}) == 1 else "",
     )

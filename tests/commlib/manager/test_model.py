@@ -50,7 +50,7 @@ def chain(sizes: list[int]) -> Model:
 
 def all_dense(model: Model, p: Pass, link: Link, missing_s: float = 0.0) -> float:
     """Seconds predicted for a step without any change."""
-    return model.choose(p, NO_FIGURES, link, {}, {}, missing_s).dense_s
+    return model.choose(p, NO_FIGURES, link, {}, {}, {}, missing_s).dense_s
 
 
 def test_a_linear_layer_is_a_unit_with_its_bias_and_any_other_parameter_is_one_by_itself() -> None:
@@ -144,11 +144,12 @@ def test_what_no_likely_link_explains_is_left_over(span: float, factor: float, m
 def chosen(**changes: Any) -> Choice:
     """For the net on a slow link, where ``fc`` had three rows, which pay; what else is known, and how it is changed."""
     known: dict[str, Any] = {"rows": {"fc": 3, "head": 3}, "arithmetic": "avx", "products": {"fc": (1e-5, 2e-5)}}
-    known |= {"barred": {}, "missing_s": 0.0, **changes}
+    known |= {"codecs": {}, "barred": {}, "missing_s": 0.0, **changes}
     model = model_of(Net())
     ready, names = (0.002, 0.003), (("head.weight", "scale"), ("fc.weight", "fc.bias"))
     f = Figures(2, 0.01, 0.0, ready, names, 0.003, {"fc": 0.001}, known["rows"], arithmetic=known["arithmetic"])
-    return model.choose(model.pass_of(f), f, SLOW, known["products"], known["barred"], known["missing_s"])
+    costs = known["products"], known["codecs"]
+    return model.choose(model.pass_of(f), f, SLOW, *costs, known["barred"], known["missing_s"])
 
 
 def test_rows_that_pay_are_chosen_at_the_price_of_their_layer() -> None:

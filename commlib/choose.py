@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from commlib.overlap import Pass, finish
 from commlib.price import Way
+from commlib.words import ms
 
 MARGIN = 0.02
 """A change that shortens a step by a smaller share is not worth making."""
@@ -109,13 +110,9 @@ def compress_too(p: Pass, exact: Choice, others: Mapping[str, Sequence[Way]], ma
 def _why(dense: Way, best: Way | None, changed: bool) -> str:
     if best is None:
         return "has no other way"
-    costs = f"{best.route} would cost {_ms(best.alone_s)}, {dense.route} costs {_ms(dense.alone_s)}"
+    costs = f"{best.route} would cost {ms(best.alone_s)}, {dense.route} costs {ms(dense.alone_s)}"
     if changed:
-        return f"costs {_ms(best.alone_s)}, {dense.route} would cost {_ms(dense.alone_s)}"
+        return f"costs {ms(best.alone_s)}, {dense.route} would cost {ms(dense.alone_s)}"
     if best.alone_s >= dense.alone_s:
         return costs
     return f"{costs}, but that hides behind the backward pass, or too little would be saved"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from commlib.route import Rule
+from commlib.route import Route, Rule, resolve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,9 +16,8 @@ class Exact:
     shorter, and takes it back if it does not.
     """
 
-    @property
-    def rules(self) -> tuple[Rule, ...]:
-        """The compressed routes it may choose."""
+    def routes(self, world: int) -> tuple[Route, ...]:
+        """The compressed routes it may choose, between so many ranks."""
         return ()
 
     def __str__(self) -> str:
@@ -35,7 +34,7 @@ class Lossy:
         codecs: what it may choose among: spec strings, Compressors or Routes; one alone need not be in a list.
 
     Raises:
-        ValueError: none is given. (What a codec's spec lacks is said when a model is attached.)
+        ValueError: none is given. (What is wrong with a spec is said when a model is attached.)
         TypeError: not such things.
     """
 
@@ -51,10 +50,29 @@ class Lossy:
 
     @property
     def rules(self) -> tuple[Rule, ...]:
-        """The compressed routes it may choose."""
+        """The codecs as they were given."""
         if isinstance(self.codecs, Rule):
             return (self.codecs,)
         return tuple(self.codecs)
+
+    def routes(self, world: int) -> tuple[Route, ...]:
+        """The compressed routes it may choose, between so many ranks.
+
+        Raises:
+            ValueError: an unknown codec, or one that is not for choosing.
+        """
+        found = [resolve(rule, world) for rule in self.rules]
+        for rule, route in zip(self.rules, found, strict=True):
+            if route.codec.lossless:
+                raise ValueError(
+                    f"{rule} loses nothing, and exact routes are chosen in any case: give Lossy other codecs"
+                )
+            if route.codec.dense_form() is not None:
+                raise ValueError(
+                    f"{rule} keeps the optimizer's momentum, so it must carry a layer from the first step on: give it "
+                    "as a rule, not for choosing"
+                )
+        return tuple(found)
 
     def __str__(self) -> str:
         return f"exact routes and {', '.join(map(str, self.rules))}, chosen by measurement"

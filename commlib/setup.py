@@ -15,7 +15,7 @@ from commlib.layer import LayerSpec
 from commlib.model import check_frozen_integers, inside, layer_specs, linear_layers, one_device
 from commlib.plan_file import pin
 from commlib.policy import Policy, policy_of
-from commlib.route import Plan, Rules, make_plan, resolve
+from commlib.route import Plan, Rules, make_plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Setup:
     ) -> Setup:
         device, world, said = specs[0].device, group.size(), str(policy)
         plan = make_plan(specs, "none", world=world, min_size=min_size)
-        compressed = _compressed(policy, specs, world, min_size)
+        compressed = {str(r): make_plan(specs, r, world=world, min_size=min_size) for r in policy.routes(world)}
         why = _no_choice(module, group, device)
         if why:
             return cls(specs, device, plan.because(said, why), frozenset(), {}, said)
@@ -136,25 +136,3 @@ def _with_rows(module: nn.Module, min_size: int) -> tuple[frozenset[str], str]:
     known = linear_layers(inside(module), getattr(module, "parameters_to_ignore", ()))
     large = frozenset(name for name, m in known.items() if m.weight.numel() >= min_size)
     return large, "" if large else "no linear layer of its own has enough values: there is no other exact route"
-
-
-def _compressed(policy: Policy, specs: Sequence[LayerSpec], world: int, min_size: int) -> dict[str, Plan]:
-    """Route → the plan by it, of all that a policy allows.
-
-    Raises:
-        ValueError, TypeError: a rule that is none, or is not for choosing.
-    """
-    plans = {}
-    for rule in policy.rules:
-        route = resolve(rule, world)
-        if route.codec.lossless:
-            raise ValueError(
-                f"{rule} loses nothing: exact routes are chosen in any case, give Lossy codecs that compress"
-            )
-        if route.codec.dense_form() is not None:
-            raise ValueError(
-                f"{rule} keeps the optimizer's momentum, so it must carry a layer from the first step on: give it as a "
-                "rule, not for choosing"
-            )
-        plans[str(route)] = make_plan(specs, route, world=world, min_size=min_size)
-    return plans

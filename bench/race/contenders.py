@@ -93,4 +93,5 @@ def choose(comm: Sequence[str], only: Sequence[str], world_size: int, *, quick: 
 
 
 def _exact(spec: str, world_size: int) -> bool:
-    return policy_of(spec) is not None or resolve(spec, world_size).codec.lossless
+    policy = policy_of(spec)
+    return resolve(spec, world_size).codec.lossless if policy is None else not policy.routes(world_size)

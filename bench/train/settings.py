@@ -119,8 +119,8 @@ def _one_of(flag: str, value: str, known: Sequence[str]) -> None:
 def _check_comms(comms: Sequence[str]) -> None:
     for i, spec in enumerate(comms):
         try:
-            if policy_of(spec) is None:
-                resolve(spec, world=2)
+            policy = policy_of(spec)
+            policy.routes(world=2) if policy is not None else resolve(spec, world=2)
         except ValueError as e:
             raise BadInput(f"--comm {spec}: {e}") from e
         if spec in comms[:i]:

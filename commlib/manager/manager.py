@@ -120,7 +120,8 @@ class Manager:
             route = p.dense
             if unit in d.routes:
                 by = self._choice[d.routes[unit]].layers[name]
-                route, why = by.route, why if own or by.route.exchange == "factors" else by.reason
+                left = not own and by.route.exchange == "dense" and by.route.codec.lossless
+                route, why = by.route, by.reason if left else why
             layers[name] = dataclasses.replace(p, spec=spec, route=route, reason=why, predicted_s=seconds)
         return Plan(layers, now.world, self.about())
 

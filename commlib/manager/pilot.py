@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from commlib.choose import Choice
 from commlib.link import Link
@@ -26,6 +26,7 @@ from commlib.manager.decision import Decision
 from commlib.manager.model import Model, by_gain, routes
 from commlib.manager.sheet import Figures
 from commlib.overlap import Pass
+from commlib.words import mbit, ms, some
 
 _CLEAR = 0.9  # of the dense step's time: faster than that needs no second round
 _WON = 0.98
@@ -108,7 +109,7 @@ class Pilot:
         if better is not None:
             return better
         if self._ratios[-1] < _CLEAR:
-            return self._settle(f"the plan takes {_ms(f.span)} a step, dense took {_ms(self._dense.span)}", f)
+            return self._settle(f"the plan takes {ms(f.span)} a step, dense took {ms(self._dense.span)}", f)
         if len(self._ratios) < _ROUNDS and statistics.median(self._ratios) < 1.1:
             n = _samples(self._dense.span, 1.0, 2, 20)
             return dataclasses.replace(self._say(None), phase="dense again", steps=n + 1, watch=True)
@@ -141,7 +142,7 @@ class Pilot:
                 now,
                 probe=True,
                 steps=1,
-                said=f"steps take {_ms(f.span)} instead of {_ms(ref.span)}: measuring the link",
+                said=f"steps take {ms(f.span)} instead of {ms(ref.span)}: measuring the link",
             )
         return now
 
@@ -151,6 +152,9 @@ class Pilot:
         before = self._link
         change = link.all_reduce.beta / before.all_reduce.beta if before.all_reduce.beta else 1.0
         self._earned = math.inf
+        if (least := self._least_s(link)) > _SURE * f.span:
+            self._earned = 0.0
+            return self._stay(f"not believed: {mbit(link)}, with which a step could not take less than {ms(least)}")
         if 1 / _OTHER_LINK < change < _OTHER_LINK:
             self._earned = 0.0
             if dense_now or self._dense is None or f.span < _CLEAR * self._dense.span:
@@ -164,7 +168,14 @@ class Pilot:
             else:  # nobody has seen a dense step on this link
                 span = self._choose(self._dense, link).dense_s
                 self._dense = dataclasses.replace(self._dense, span=span)
-        return self._plan(f"the link has {_mbit(link)} instead of {_mbit(before)}", f)
+        return self._plan(f"the link has {mbit(link)} instead of {mbit(before)}", f)
+
+    def _least_s(self, link: Link) -> float:
+        """Seconds that a step's bytes take on a link by the routes as they are."""
+        if self._choice is None:
+            return 0.0
+        ways = self._choice.ways if self._now.routes else self._choice.dense
+        return min(link.all_reduce.beta, link.all_gather.beta) * sum(w.sent for w in ways.values())
 
     # -- what they decide --
 
@@ -176,7 +187,7 @@ class Pilot:
         self._choice = self._choose(self._dense, self._link)
         self._ratios = []
         changed = routes(self._choice, self._dense.seen)
-        predicted = f"predicted {_ms(self._choice.seconds)} a step, all dense {_ms(self._choice.dense_s)}"
+        predicted = f"predicted {ms(self._choice.seconds)} a step, all dense {ms(self._choice.dense_s)}"
         what = f"{len(changed)} layers by other routes than dense" if changed else "all layers dense"
         said = "; ".join(filter(None, [said, f"{what} ({predicted})"]))
         if not changed or changed == dict(self._now.routes):
@@ -206,7 +217,7 @@ class Pilot:
             self._refined += 1
             self._choice, self._ratios = choice, []
             return self._try(
-                f"a trial has shown more: now {len(changed)} layers (predicted {_ms(choice.seconds)} a step)"
+                f"a trial has shown more: now {len(changed)} layers (predicted {ms(choice.seconds)} a step)"
             )
         return None
 
@@ -237,7 +248,7 @@ class Pilot:
         lost = planned[len(planned) // 2 :]
         why = f"lost in practice: with it a step took {ratio:.2f} of dense's time"
         self._barred |= dict.fromkeys(lost, why)
-        return self._plan(f"back to dense, for it {why}: {_names(lost)}", f)
+        return self._plan(f"back to dense, for it {why}: {some(lost)}", f)
 
     def _settle(self, said: str, f: Figures | None) -> Decision:
         """Stay with what is chosen; ``f`` is what its steps are like, if any were made."""
@@ -281,16 +292,3 @@ def _probe_s(link: Link) -> float:
     """Seconds that :mod:`commlib.manager.probe` takes, about."""
     lines = (link.all_reduce, link.all_gather)
     return sum(8 * x.seconds(1 << 20) + 3 * min(x.seconds(8 << 20), 0.3) for x in lines)
-
-
-def _names(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
-
-
-def _mbit(link: Link) -> str:
-    beta = link.all_reduce.beta
-    return f"{8e-6 / beta:.3g} Mbit/s" if beta else "no limit that shows"

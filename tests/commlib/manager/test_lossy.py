@@ -1,0 +1,147 @@
+"""``Lossy``: what may be compressed is, but only where that buys time."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from torch import nn
+
+from commlib.choose import choose as choose_exact
+from commlib.choose import compress_too
+from commlib.link import Line, Link
+from commlib.manager.codecs import Cost
+from commlib.manager.model import Model, routes
+from commlib.manager.pilot import Pilot
+from commlib.manager.sheet import Figures, slowest
+from commlib.model import layer_specs, linear_layers
+from commlib.overlap import Bucket, Pass
+from commlib.price import Way, compressed, dense
+from commlib.route import make_plan
+
+LINK = Link(4, Line(1e-4, 1e-7), Line(1e-4, 1e-7))  # 80 Mbit/s
+FREE = Cost(Line(0, 1e-12), Line(0, 1e-12), 2, 0)
+ROUTE = "onebit@scatter_gather"
+
+
+def plain(seconds: float) -> Way:
+    return Way("dense", seconds, seconds, 0.0)
+
+
+def other(route: str, seconds: float) -> Way:
+    return Way(route, seconds, seconds, 0.0)
+
+
+def test_what_hides_behind_the_backward_pass_stays_exact() -> None:
+    p = Pass((Bucket(1, ("hidden",)), Bucket(10, ("last",))), {}, 10)
+    exact = choose_exact(p, {"hidden": plain(5), "last": plain(6)}, {})
+    found = compress_too(p, exact, {n: [other("onebit", 0.2)] for n in ("hidden", "last")})
+    assert {n: w.route for n, w in found.ways.items()} == {"hidden": "dense", "last": "onebit"}
+    assert "hides behind the backward pass" in found.reasons["hidden"]
+    assert (found.seconds, found.dense_s) == (10.2, 16)
+
+
+def test_a_layer_that_goes_by_rows_is_compressed_only_if_that_is_faster_still() -> None:
+    p = Pass((Bucket(1, ("a",)), Bucket(1, ("b",))), {"a": 0, "b": 0}, 1)
+    dense_ways = {"a": plain(10), "b": plain(10)}
+    exact = choose_exact(p, dense_ways, {"a": [other("factors", 0.1)], "b": [other("factors", 5)]})
+    found = compress_too(p, exact, {"a": [other("onebit", 0.5)], "b": [other("onebit", 0.5)]})
+    assert {n: w.route for n, w in found.ways.items()} == {"a": "factors", "b": "onebit"}
+    assert found.dense == dense_ways
+    assert found.reasons["a"] == exact.reasons["a"]
+    assert found.reasons["b"] == "costs 500 ms, factors would cost 5e+03 ms"
+
+
+def test_of_several_codecs_a_layer_takes_the_one_that_costs_least() -> None:
+    p = Pass((Bucket(1, ("a",)),), {}, 1)
+    exact = choose_exact(p, {"a": plain(10)}, {})
+    found = compress_too(p, exact, {"a": [other("fp16", 5), other("onebit", 2), other("topk", 3)]})
+    assert found.ways["a"].route == "onebit"
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(200, 100), nn.Linear(100, 50), nn.LayerNorm(50))
+
+
+def model() -> Model:
+    specs = layer_specs(net())
+    return Model(specs, linear_layers(net()), {ROUTE: make_plan(specs, "onebit", world=4, min_size=1024)})
+
+
+def test_a_units_payload_is_that_of_its_weight_and_its_bias_goes_beside_it() -> None:
+    plan = make_plan(layer_specs(net()), "onebit", world=4, min_size=1024)
+    weight = plan.layers["0.weight"]
+    sent = weight.route.carrier().wire_bytes(weight.route.codec, weight.spec, 4)
+    (way,) = model()._smaller("0", LINK, {ROUTE: FREE})
+    assert way == compressed(ROUTE, sent, LINK, gathers=2, reduces=0, before_s=20000e-12, after_s=20000e-12, plain=400)
+    assert way.sent == pytest.approx(sent + 600)
+    assert model()._smaller("2.weight", LINK, {ROUTE: FREE}) == []  # too small for this codec
+
+
+def figures(**more: Any) -> Figures:
+    names = (("2.bias", "2.weight"), ("1.bias", "1.weight"), ("0.bias", "0.weight"))
+    f = Figures(5, 0.2, 0.0, (0.01, 0.02, 0.03), names, 0.03, {}, {}, codecs={ROUTE: FREE}, link=LINK)
+    return dataclasses.replace(f, **more)
+
+
+def test_the_pilot_tries_codecs_and_says_which_layers() -> None:
+    pilot = Pilot(model())
+    decision = pilot.first()
+    for _ in range(3):
+        decision = pilot.review(figures())
+        if decision.phase == "trial":
+            break
+    assert decision.routes == {"0": ROUTE, "1": ROUTE}
+    assert decision.rows == {}
+    assert "2 layers by other routes than dense" in decision.said
+    settled = pilot.review(figures(span=0.05, link=None, codecs={}))
+    assert (settled.phase, settled.routes) == ("steady", decision.routes)
+
+
+def test_it_goes_back_to_dense_if_codecs_lose_in_practice() -> None:
+    pilot = Pilot(model())
+    pilot.first()
+    for _ in range(40):
+        decision = pilot.review(figures(span=0.25 if pilot._now.routes else 0.2))
+        if decision.phase == "steady":
+            break
+    assert decision.phase == "steady"
+    assert decision.routes == {}
+    assert any("lost in practice" in why for why in decision.why.values())
+
+
+def test_without_codec_figures_nothing_is_compressed() -> None:
+    m, f, link = model(), figures(codecs={}), LINK.slower(8)
+    assert routes(m.choose(m.pass_of(f), f, link, {}, {}, {}, 0.0), {}) == {}
+    assert routes(m.choose(m.pass_of(f), f, link, {}, {ROUTE: FREE}, {}, 0.0), {}) == {"0": ROUTE, "1": ROUTE}
+    assert routes(m.choose(m.pass_of(f), f, link, {}, {ROUTE: FREE}, {"0": "lost"}, 0.0), {}) == {"1": ROUTE}
+
+
+def test_time_to_compress_is_taken_out_of_a_trials_pass() -> None:
+    way = dataclasses.replace(dense(4, LINK), route=ROUTE, before_s=0.005)
+    p = model().pass_of(figures(), {"0": way, "1": way})
+    assert [b.ready for b in p.buckets] == pytest.approx([0.01, 0.02, 0.025])
+    assert p.end == pytest.approx(0.025)  # the last bucket's is over when the pass ends, of which it is not a part
+
+
+def test_codec_figures_travel_and_the_slowest_rank_counts() -> None:
+    slow = Cost(Line(1.0, 1e-12), Line(0, 1e-12), 2, 0)
+    ranks = [Figures.from_wire(figures().to_wire()), figures(codecs={ROUTE: slow})]
+    assert ranks[0] == figures()
+    assert slowest(ranks).codecs == {ROUTE: slow}
+
+
+def test_a_probe_with_which_the_last_steps_could_not_have_been_is_not_believed() -> None:
+    pilot = Pilot(model())
+    pilot.first()
+    for _ in range(40):
+        decision = pilot.review(figures())
+        if decision.phase == "steady" and not decision.probe:
+            break
+    before, routes_before = pilot._link, decision.routes
+    far_slower = Link(4, Line(1e-4, 1e-4), Line(1e-4, 1e-4))
+    pilot._now = dataclasses.replace(decision, probe=True)
+    decision = pilot.review(figures(link=far_slower))
+    assert "not believed: 0.08 Mbit/s" in decision.said
+    assert (decision.routes, decision.phase, pilot._link) == (routes_before, "steady", before)

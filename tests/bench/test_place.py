@@ -44,6 +44,7 @@ def fail() -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_two_ranks_here_by_default() -> None:
     with place(None, None, None) as p:
         assert p.launches

@@ -73,6 +73,7 @@ def fifty_steps(world: World, pairs: list[str]) -> dict[str, tuple[bool, bool, f
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.slow
 def test_replicas_are_bitwise_equal_after_50_steps_and_bytes_at_the_process_group_equal_stats(fleet: Fleet, size: int):
     reports = fleet.run(size, fifty_steps, list(PAIRS))
     values = 64 * 48 + 48 + 48 * 48 + 48 + 48 * 5 + 5
@@ -97,6 +98,7 @@ def dense_and_plain(world: World, cap: float) -> bool:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("cap", [0.005, 25])
+@pytest.mark.slow
 def test_attach_without_a_codec_is_plain_ddp_bit_for_bit(fleet: Fleet, size: int, cap: float):
     assert all(fleet.run(size, dense_and_plain, cap))
 
@@ -116,6 +118,7 @@ def big_layers(world: World) -> dict[str, float]:
     return ratios
 
 
+@pytest.mark.slow
 def test_one_bit_sends_at_least_25_times_less_on_big_layers_and_31_times_with_one_pair_of_means(fleet: Fleet):
     for ratios in fleet.run(2, big_layers):
         assert ratios["onebit"] >= 25
@@ -157,6 +160,7 @@ def delayed(world: World, rule: str, repetitions: int) -> tuple[bool, bool]:
         {"0.*": "factors", "2.*": "powersgd", "*": "factors"},
     ],
 )
+@pytest.mark.slow
 def test_random_delays_between_rounds_change_nothing_in_200_steps(fleet: Fleet, rule: dict[str, str]):
     for unchanged, equal in fleet.run(4, delayed, rule, 200):
         assert unchanged

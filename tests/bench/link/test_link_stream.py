@@ -48,6 +48,7 @@ def connected() -> tuple[socket.socket, socket.socket]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.slow
 def test_every_rank_has_the_same_line(fleet: Fleet, ranks: int) -> None:
     first, *others = fleet.run(ranks, measure_twice)
     assert others == [first] * (ranks - 1)

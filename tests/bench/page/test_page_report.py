@@ -282,6 +282,7 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
     assert path.read_text() == "old"
 
 
+@pytest.mark.slow
 def test_without_matplotlib_the_package_is_named() -> None:
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"

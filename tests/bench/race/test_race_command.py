@@ -38,6 +38,7 @@ def train(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
         (["--rate", "200mbit"], "--hosts"),
     ],
 )
+@pytest.mark.slow
 def test_a_mistake_gets_one_line(args: list[str], said: str) -> None:
     done = train(*args)
     assert done.returncode == 2
@@ -137,6 +138,7 @@ def _alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_the_help_names_every_default_route() -> None:
     shown = train("--help", COLUMNS="160", TERM="dumb")
     assert shown.returncode == 0

@@ -150,6 +150,7 @@ def test_ranks_that_cannot_even_start_are_an_error() -> None:
         race(Here(2), job, Schedule(["ddp"], 1, 1, 10.0, 60.0, 20.0), lambda visit, s: None)
 
 
+@pytest.mark.slow
 def test_the_watchdog_says_who_hangs_where_no_parent_does() -> None:
     script = (
         "import threading\nfrom commlib.bench.race.watchdog import watched\n"

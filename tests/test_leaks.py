@@ -8,10 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 LEAKS = """
 import multiprocessing as mp, socket, subprocess, sys, threading
-
-import pytest
 
 kept = []
 

@@ -83,8 +83,9 @@ class HookState:
                 raise ValueError(f"timeout must be a number of seconds > 0, got {timeout!r}")
             setup = Setup.of(module, self._group, compressor, min_size)
             self._scale = LossScale(scaler, module)
-            on = weakref.WeakMethod(self._with_factors)
-            self._factors = FactorLayers.of(module, setup.layers, self.world, on, watched=setup.chosen_later)
+            on, seeds = weakref.WeakMethod(self._with_factors), weakref.WeakMethod(self._row_seeds)
+            codecs, watched = setup.row_codecs(), setup.chosen_later
+            self._factors = FactorLayers.of(module, setup.layers, self.world, on, seeds, codecs, watched=watched)
         except Exception as e:
             publish_failure(self._group, self._key, self.world, e)
             raise
@@ -240,6 +241,10 @@ class HookState:
         if self._dense_steps:
             self._steps.settle()
         return self._steps.count >= self._dense_steps
+
+    def _row_seeds(self, layer: str, /) -> Seeds:
+        self._steps.settle()
+        return Seeds(self._seed, self._steps.count, layer)
 
     def _item(self, name: str, route: Route, grad: Tensor) -> Item:
         spec, codec, meter = self._specs[name], route.codec, self._meters[name]

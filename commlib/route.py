@@ -14,6 +14,7 @@ from typing import Any
 from commlib.compressor import Compressor, LayerSpec
 from commlib.errors import unknown
 from commlib.exchange import EXCHANGES, Exchange
+from commlib.feedback import ErrorFeedback
 from commlib.registry import make
 
 
@@ -71,6 +72,8 @@ def resolve(rule: Rule, world: int) -> Route:
         if text == "factors" and not exchange:
             text, exchange = "none", "factors"
         codec = make("none" if text == "dense" else text)
+        if exchange.strip() == "factors" and isinstance(codec, ErrorFeedback):
+            codec = codec.inner  # rows are others every step: there is nothing to keep for them
         suited = codec.default_exchange or ("gather" if world <= 2 else "scatter_gather")
         route = Route(exchange.strip() or suited, codec)
     reason = route.refuse(LayerSpec("any", (64, 64), kind="linear.weight", layer="any"))

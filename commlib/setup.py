@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commlib.compressor import Compressor
 from commlib.groups import waits_on_stream
 from commlib.layer import LayerSpec
 from commlib.model import check_frozen_integers, inside, layer_specs, linear_layers, one_device
@@ -80,7 +81,11 @@ class Setup:
         if why:
             return cls(specs, device, plan.because(said, why), frozenset(), {}, said)
         layers, why = _with_rows(module, min_size)
-        choice = {name: p for name, p in compressed.items() if any(str(x.route) == name for x in p)}
+        choice = {
+            name: p
+            for name, p in compressed.items()
+            if any(str(x.route) == name and (x.spec.layer in layers or x.route.exchange != "factors") for x in p)
+        }
         if layers:
             choice["factors"] = make_plan(specs, "factors", world=world, min_size=min_size)
         return cls(specs, device, plan.because(said, "measuring" if choice else why), layers, choice, said)
@@ -106,6 +111,11 @@ class Setup:
     def rounds(self) -> int:
         """The most rounds that any route has, or may get."""
         return max(p.route.carrier().ROUNDS for plan in self.plans for p in plan)
+
+    def row_codecs(self) -> dict[str, Compressor]:
+        """Linear layer → what compresses its rows, by the plan to begin with."""
+        sent = [p for p in self.plan if p.route.exchange == "factors" and not p.route.codec.lossless]
+        return {p.spec.layer: p.route.codec for p in sent if p.spec.layer is not None}
 
     def remembers(self) -> bool:
         """Whether any route keeps something from step to step."""

@@ -16,15 +16,16 @@ from torch import Tensor
 from commlib.collective import AllReduce, Collective, Payers, Rounds
 from commlib.compressor import Compressor, LayerSpec
 from commlib.exchange.item import Item, Stripe, World
+from commlib.factors import payload
 from commlib.factors.trip import Again, First, Trip
 
 ROUNDS = 2
 
 
 def refuse(codec: Compressor, spec: LayerSpec) -> str | None:
-    """For the weight and bias of linear layers, as they are."""
-    if not codec.lossless:
-        return "factors are sent as they are; use none"
+    """For the weight and bias of linear layers; rows may be compressed by what keeps no memory."""
+    if (reason := payload.refuse(codec)) is not None:
+        return reason
     if spec.layer is None:
         return "its gradient has no factors: it is not of an nn.Linear of its own"
     return None
@@ -34,7 +35,10 @@ def wire_bytes(codec: Compressor, spec: LayerSpec, world: int) -> float:
     """Bytes a rank sends a step: (P − 1)·K(M + N) values for a weight, nothing for a bias; NaN while K is unknown."""
     if spec.kind != "linear.weight":
         return 0.0
-    return math.nan if spec.rows is None else (world - 1) * spec.rows * sum(spec.matrix) * spec.dtype.itemsize
+    if spec.rows is None:
+        return math.nan
+    room = payload.Room(spec.rows, spec.dtype if codec.lossless else torch.float32)
+    return (world - 1) * payload.Payload(*spec.matrix, None if codec.lossless else codec).nbytes(room)
 
 
 def owned(codec: Compressor, spec: LayerSpec, world: World) -> Stripe | None:

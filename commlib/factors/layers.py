@@ -7,6 +7,7 @@ pass, and only that one issues first rounds, on a process group that carries not
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commlib.exchange.item import World
+from commlib.compressor import Compressor
+from commlib.exchange.item import Seeds, World
 from commlib.factors.order import Order
+from commlib.factors.payload import Payload
 from commlib.factors.tap import Tap
 from commlib.factors.trip import Habit, Trip
 from commlib.model import linear_layers
@@ -40,6 +43,8 @@ class FactorLayers:
         modules: name → layer, those whose factors may be exchanged; the same, in the same order, on every rank.
         world: this rank.
         on: whether the step under way exchanges factors (not in a dense warm-up); False once its object is gone.
+        seeds: of a layer, in the step under way.
+        codecs: layer → what compresses its rows; others are sent as they are.
     """
 
     def __init__(
@@ -48,8 +53,10 @@ class FactorLayers:
         modules: Mapping[str, nn.Linear],
         world: World,
         on: weakref.WeakMethod[Callable[[], bool]],
+        seeds: weakref.WeakMethod[Callable[[str], Seeds]],
+        codecs: Mapping[str, Compressor],
     ) -> None:
-        self._ddp, self._modules, self._world, self._on = weakref.ref(ddp), modules, world, on
+        self._ddp, self._modules, self._world, self._on, self._seeds = weakref.ref(ddp), modules, world, on, seeds
         self._habits = {name: Habit() for name in modules}
         self._trips: dict[str, Trip] = {}
         self._issued: set[str] = set()
@@ -60,7 +67,7 @@ class FactorLayers:
         self._group: Any = None
         self.observer: Observer | None = None
         self.watch = False  # whether the observer is told of rows
-        self.activate(list(modules)[::-1])  # the backward pass meets the last first, mostly
+        self.activate(list(modules)[::-1], codecs=codecs)  # the backward pass meets the last first, mostly
 
     @classmethod
     def of(
@@ -69,6 +76,8 @@ class FactorLayers:
         names: Collection[str],
         world: World,
         on: weakref.WeakMethod[Callable[[], bool]],
+        seeds: weakref.WeakMethod[Callable[[str], Seeds]],
+        codecs: Mapping[str, Compressor],
         *,
         watched: bool,
     ) -> FactorLayers | None:
@@ -83,9 +92,15 @@ class FactorLayers:
             raise ValueError(
                 "factors are caught in the DDP model's passes: attach to the DistributedDataParallel itself"
             )
-        return cls(module, {n: m for n, m in linear_layers(module.module).items() if n in names}, world, on)
+        modules = {n: m for n, m in linear_layers(module.module).items() if n in names}
+        return cls(module, modules, world, on, seeds, codecs)
 
-    def activate(self, order: Sequence[str], rows: Mapping[str, int] | None = None) -> None:
+    def activate(
+        self,
+        order: Sequence[str],
+        rows: Mapping[str, int] | None = None,
+        codecs: Mapping[str, Compressor] | None = None,
+    ) -> None:
         """From the next step on, these layers exchange factors, in this order; alike on every rank.
 
         Only between an exchange and the next forward pass.
@@ -93,7 +108,9 @@ class FactorLayers:
         Args:
             order: names of layers.
             rows: layer → rows to have room for; others have what they had lately.
+            codecs: layer → what compresses its rows; others are sent as they are.
         """
+        self._codecs = codecs or {}
         self._order = Order(order)
         self._active = frozenset(order)
         for name, count in (rows or {}).items():
@@ -206,9 +223,18 @@ class FactorLayers:
     def _trip(self, name: str) -> Trip:
         if name not in self._trips:
             weight = self._taps[name].module.weight
+            codec = self._codecs.get(name)
             n, m = weight.shape
-            self._trips[name] = Trip((n, m), self._habits[name], self._world, weight.device)
+            payload, seeds = Payload(n, m, codec), functools.partial(self._seeds_of, name, codec)
+            self._trips[name] = Trip(payload, self._habits[name], self._world, weight.device, seeds)
         return self._trips[name]
+
+    def _seeds_of(self, name: str, codec: Compressor | None) -> tuple[int, int]:
+        seeds = self._seeds()
+        if codec is None or not codec.random or seeds is None:
+            return 0, 0
+        drawn = seeds(name)
+        return drawn.of(codec, self._world.rank, "u"), drawn.of(codec, self._world.rank, "v")
 
     def _start(self, name: str) -> None:
         tap = self._taps[name]

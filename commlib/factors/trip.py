@@ -10,9 +10,8 @@ from the same headers, so all decide alike.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -21,24 +20,15 @@ from torch import Tensor
 from commlib.collective import Payers
 from commlib.errors import CommlibError
 from commlib.exchange.item import World
+from commlib.factors.payload import DTYPES, Payload, Room
 from commlib.factors.tap import Rows
 
 _HEADER = 16  # bytes: number of rows and flags, as int64
-_ALIGN = 8
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DIRTY = 1 << 8  # flag: there is gradient besides the rows; the low byte is the index of the rows' dtype
 _LATELY = 20  # steps after which room that nobody needed is given up
 
 Way = Literal["gathered", "again", "summed"]
 """How a layer's step ends: with what has come, with the rows gathered again, or with the matrices all-reduced."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Room:
-    """What a payload has room for: so many rows of that dtype."""
-
-    rows: int = 0
-    dtype: torch.dtype = torch.float32
 
 
 class Habit:
@@ -62,14 +52,22 @@ class Trip:
     """One layer in one step. It exists from when anybody asks for it, and starts when its turn has come.
 
     Args:
-        shape: (N, M) of the weight.
+        payload: how its rows are written.
         habit: of the layer; takes note of this step.
         world: this rank.
         device: where the gradient is.
+        seeds: of a random codec, for inputs and output gradients; asked for at the start, as lanes know no steps.
     """
 
-    def __init__(self, shape: tuple[int, int], habit: Habit, world: World, device: torch.device) -> None:
-        self.n, self.m = shape
+    def __init__(
+        self,
+        payload: Payload,
+        habit: Habit,
+        world: World,
+        device: torch.device,
+        seeds: Callable[[], tuple[int, int]] = lambda: (0, 0),
+    ) -> None:
+        self._payload, self._ask_seeds, self._seeds = payload, seeds, (0, 0)
         self.world = world
         self._habit, self._room, self._device = habit, habit.room, device
         self._first = self._next = habit.room
@@ -97,11 +95,9 @@ class Trip:
         Raises:
             TypeError: rows of a dtype that cannot travel.
         """
-        self._rows = list(rows)
-        self._dtype = self._rows[0][0].dtype if self._rows else self._room.dtype
-        if self._dtype not in _DTYPES:
-            raise TypeError(f"rows of {self._dtype} cannot be exchanged as factors: give the layer another route")
-        self._flags = _DTYPES.index(self._dtype) + (_DIRTY if dirty else 0)
+        self._rows, self._seeds = list(rows), self._ask_seeds()
+        self._dtype = self._payload.dtype(self._rows, self._room.dtype)
+        self._flags = DTYPES.index(self._dtype) + (_DIRTY if dirty else 0)
         self._gather(group, self._room, self.count <= self._room.rows and self._dtype == self._room.dtype)
         self._started.set()
 
@@ -139,19 +135,13 @@ class Trip:
         payload = torch.zeros(self._nbytes(room), dtype=torch.uint8, device=self._device)
         payload[:_HEADER].view(torch.int64).copy_(torch.tensor([self.count, self._flags]))
         if fits:
-            u, v = self._parts(payload, room)
-            start = 0
-            for a, b in self._rows:
-                u[start : start + len(a)].copy_(a)
-                v[start : start + len(a)].copy_(b)
-                start += len(a)
+            self._payload.write(payload[_HEADER:], room, self._rows, self._seeds)
         self._room = room
         self._out = torch.empty(self.world.size * len(payload), dtype=torch.uint8, device=self._device)
         self._works.append(group._allgather_base(self._out, payload))
 
     def _nbytes(self, room: Room) -> int:
-        values = room.rows * (self.m + self.n) * room.dtype.itemsize
-        return _HEADER + -(-values // _ALIGN) * _ALIGN  # or the next rank's header could not be read where it lies
+        return _HEADER + self._payload.nbytes(room)
 
     # -- what comes then, in the lanes --
 
@@ -165,13 +155,13 @@ class Trip:
     def _decide(self) -> Way:
         heads = [part[:_HEADER].view(torch.int64).tolist() for part in self._each()]
         most = max(rows for rows, _ in heads)
-        dtypes = [_DTYPES[flags & 0xFF] for rows, flags in heads if rows]
+        dtypes = [DTYPES[flags & 0xFF] for rows, flags in heads if rows]
         dtype = dtypes[0] if dtypes else self._room.dtype
         for other in dtypes:
             dtype = torch.promote_types(dtype, other)
         size = self.world.size
         gathered = (size - 1) * self._nbytes(Room(most, dtype))
-        summed = 2 * (size - 1) / size * self.m * self.n * torch.float32.itemsize
+        summed = 2 * (size - 1) / size * self._payload.m * self._payload.n * torch.float32.itemsize
         worth = gathered < summed
         self._habit.saw(most if worth else 0, dtype)
         if any(flags & _DIRTY for _, flags in heads):
@@ -201,10 +191,9 @@ class Trip:
     def _unpack(self) -> Rows:
         us, vs = [], []
         for part in self._each():
-            rows = int(part[:_HEADER].view(torch.int64)[0])
-            u, v = self._parts(part, self._room)
-            us.append(u[:rows])
-            vs.append(v[:rows])
+            u, v = self._payload.read(part[_HEADER:], self._room, int(part[:_HEADER].view(torch.int64)[0]))
+            us.append(u)
+            vs.append(v)
         return _wide(torch.cat(us)), _wide(torch.cat(vs)) / self.world.size
 
     def own(self) -> Rows | None:
@@ -216,12 +205,6 @@ class Trip:
     def _each(self) -> list[Tensor]:
         n = len(self._out) // self.world.size
         return [self._out[i * n : (i + 1) * n] for i in range(self.world.size)]
-
-    def _parts(self, payload: Tensor, room: Room) -> Rows:
-        values = payload[_HEADER:].view(room.dtype)
-        end = room.rows * self.m
-        last = end + room.rows * self.n
-        return values[:end].view(room.rows, self.m), values[end:last].view(room.rows, self.n)
 
 
 class First:

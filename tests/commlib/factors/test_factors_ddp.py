@@ -119,8 +119,8 @@ STEPS: dict[str, Callable[[DistributedDataParallel, World], None]] = {
 KINDS = ("plain", "twice", "tied", "unused", "checkpoint", "reentrant", "elsewhere", "elsewhere on one")
 
 
-def compare(world: World, step: str, kind: str) -> tuple[float, bool]:
-    ours = gradients(world, "factors", STEPS[step], kind)
+def compare(world: World, step: str, kind: str, rule: str = "factors") -> tuple[float, bool]:
+    ours = gradients(world, rule, STEPS[step], kind)
     ddps = gradients(world, None, STEPS[step], kind)
     off = max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-9)) for a, b in zip(ours, ddps, strict=True))
     return off, same_everywhere(world, torch.cat([g.reshape(-1) for g in ours]))
@@ -140,6 +140,68 @@ def test_however_a_layer_is_used(fleet: Fleet, kind: str) -> None:
     for off, same in fleet.run(2, compare, "plain", kind):
         assert same
         assert off < BOUND
+
+
+CODECS = {"bf16": 0.01, "fp16": 0.002, "int8": 0.02, "qsgd:levels=32767": 0.01}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("step", STEPS)
+def test_compressed_rows_give_nearly_the_mean_gradient_and_the_same_bits_everywhere(
+    fleet: Fleet, step: str, codec: str
+) -> None:
+    for off, same in fleet.run(2, compare, step, "plain", f"{codec}@factors"):
+        assert same
+        assert off < CODECS[codec] + 0.02 * (step == "under_autocast")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compressed_rows_however_a_layer_is_used(fleet: Fleet, kind: str) -> None:
+    for off, same in fleet.run(3, compare, "plain", kind, "bf16@factors"):
+        assert same
+        assert off < 0.02
+
+
+def drawn(world: World) -> list[Tensor]:
+    """Two steps from the beginning, twice: the first run goes on, the second resumes after a step."""
+    runs: list[Tensor] = []
+    saved: dict[str, Any] = {}
+    for begin in (0, 1):
+        ddp = DistributedDataParallel(Twice("plain"), bucket_cap_mb=0.001)
+        comm = commlib.attach(ddp, "qsgd@factors", min_size=0, seed=3)
+        if begin:
+            comm.load_state_dict(saved)
+        for step in range(begin, 2):
+            ddp.zero_grad()
+            plain(ddp, world)
+            if step == 0:
+                saved = comm.state_dict()
+        runs.append(torch.cat([p.grad.reshape(-1) for p in ddp.parameters() if p.grad is not None]))
+        comm.close()
+    return runs
+
+
+def test_random_codecs_of_rows_draw_the_same_after_a_resume(fleet: Fleet) -> None:
+    for straight, resumed in fleet.run(2, drawn):
+        assert torch.equal(straight, resumed)
+
+
+def spoilt(world: World, codec: str) -> list[bool]:
+    """Whether gradients are finite: in a usual step, in one that is not finite on rank 1, and in the next."""
+    ddp = DistributedDataParallel(Twice("plain"), bucket_cap_mb=0.001)
+    comm = commlib.attach(ddp, f"{codec}@factors", min_size=0)
+    finite = []
+    for factor in (1.0, float("inf") if world.rank else 1.0, 1.0):
+        ddp.zero_grad()
+        (ddp(data(world, 8)).square().mean() * factor).backward()
+        finite.append(all(bool(p.grad.isfinite().all()) for p in ddp.parameters() if p.grad is not None))
+    comm.close()
+    return finite
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_step_that_is_not_finite_anywhere_is_so_everywhere_and_leaves_no_trace(fleet: Fleet, codec: str) -> None:
+    assert fleet.run(2, spoilt, codec) == [[True, False, True]] * 2
 
 
 def plan_of(world: World, kind: str) -> dict[str, str]:
@@ -333,7 +395,7 @@ def test_under_torch_compile(fleet: Fleet, outer: bool) -> None:
 def refusals(world: World) -> list[str]:
     said = []
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 4))
-    for target, rule in ((module, "factors"), (DistributedDataParallel(module), "onebit@factors")):
+    for target, rule in ((module, "factors"), (DistributedDataParallel(module), "powersgd:rank=2@factors")):
         with pytest.raises(ValueError) as caught:  # noqa: PT011
             commlib.HookState(target, rule, min_size=0)
         said.append(str(caught.value))
@@ -343,7 +405,7 @@ def refusals(world: World) -> list[str]:
 def test_what_cannot_be_is_refused_in_words(fleet: Fleet) -> None:
     for inner, coded in fleet.run(2, refusals):
         assert "attach to the DistributedDataParallel itself" in inner
-        assert "factors are sent as they are; use none" in coded
+        assert "it keeps a memory of its layer" in coded
 
 
 def threads_differ(world: World) -> str:

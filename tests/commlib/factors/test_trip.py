@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from commlib.exchange.item import World
-from commlib.factors.trip import Habit, Room, Trip
+from commlib.factors.payload import Payload, Room
+from commlib.factors.trip import Habit, Trip
 
 N, M = 4, 7  # an odd number of values in a row
 CPU = torch.device("cpu")
@@ -75,7 +76,7 @@ def test_all_ranks_get_all_rows_or_know_that_the_matrices_must_be_summed(steps: 
     habits = [Habit() for _ in range(size)]
     for step in steps:
         group = Meeting(size)
-        trips = [Trip((N, M), habit, World(r, size), CPU) for r, habit in enumerate(habits)]
+        trips = [Trip(Payload(N, M), habit, World(r, size), CPU) for r, habit in enumerate(habits)]
         had = [[rows(k, gen, step.half) for k in calls] for calls in step.calls]
         for trip, mine, dirty in zip(trips, had, step.dirty, strict=True):
             trip.start(mine, dirty, group)
@@ -118,14 +119,14 @@ def test_room_is_what_was_needed_lately_and_is_given_up_after_twenty_steps() -> 
 
 
 def test_a_trip_that_never_starts_says_so() -> None:
-    trip = Trip((N, M), Habit(), World(0, 2), CPU)
+    trip = Trip(Payload(N, M), Habit(), World(0, 2), CPU)
     trip.give_up("the backward pass broke off")
     with pytest.raises(Exception, match="broke off"):
         trip.wait()
 
 
 def test_rows_of_an_odd_dtype_are_refused() -> None:
-    trip = Trip((N, M), Habit(), World(0, 1), CPU)
+    trip = Trip(Payload(N, M), Habit(), World(0, 1), CPU)
     odd = torch.zeros(1, M, dtype=torch.complex64), torch.zeros(1, N, dtype=torch.complex64)
     with pytest.raises(TypeError, match="complex64"):
         trip.start([odd], False, Meeting(1))

@@ -17,7 +17,8 @@ _USUAL_BURST = 64 << 10  # … and is no smaller than this
 class RateLimit:
     """A cap on what one rank sends: in any window of time at most ``rate · window + burst`` payload bytes.
 
-    For people who share a link: it changes when things leave and in how large pieces, not what is exchanged.
+    For people who share a link: it changes when things leave and in how large pieces, not what is exchanged. A piece is
+    one value to each rank at least: with so many ranks that this is more than a piece may be, it counts as the burst.
 
     Args:
         mbit: Mbit/s, decimal, of payload; headers of Gloo, TCP and Ethernet come on top.

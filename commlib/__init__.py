@@ -14,6 +14,7 @@ from commlib.compressor import Compressor, LayerSpec, LowRank, Memory, Slot
 from commlib.errors import CheckpointMismatch, CommlibError, MissingDependency, PeerLost, PlanMismatch
 from commlib.feedback import ErrorFeedback
 from commlib.hook import HookState, hook
+from commlib.pace import RateLimit
 from commlib.policy import Exact, Lossy
 from commlib.registry import make
 from commlib.route import Plan, Route
@@ -35,6 +36,7 @@ __all__ = [
     "PeerLost",
     "Plan",
     "PlanMismatch",
+    "RateLimit",
     "Route",
     "Slot",
     "Stats",

@@ -215,6 +215,33 @@ class LowRank(Compressor):
         """Write to ``out`` the basis the next step starts from, given this step's Q, shape (columns, rank)."""
 
 
+class Blockwise(Compressor):
+    """A codec that sends some blocks of a layer, which all ranks may choose alike.
+
+    ``exchange/blocks.py`` drives it: the sizes of what is held are summed over ranks, then the blocks chosen by them.
+    It keeps a ``residual`` slot of the layer's shape, and a replicated one of what it must know of its blocks.
+    """
+
+    @abstractmethod
+    def length(self, spec: LayerSpec) -> int:
+        """Values in a block of this layer."""
+
+    @abstractmethod
+    def count(self, spec: LayerSpec) -> int:
+        """How many blocks go in a step."""
+
+    @abstractmethod
+    def choose(self, sizes: Tensor, memory: Memory, seed: int) -> Tensor:
+        """Which blocks go now, ascending, shape (count,) int64; notes it down in ``memory.new``.
+
+        A pure function of sizes, shape (blocks,), the replicated slots and the seed: so all ranks choose alike.
+        """
+
+    def blocks(self, spec: LayerSpec) -> int:
+        """Blocks of this layer."""
+        return -(-spec.numel // self.length(spec))
+
+
 def store(values: Tensor, out: Tensor, *, add: bool, scale: float) -> None:
     """The last line of most decoders: ``out = scale·values`` or ``out += scale·values``."""
     flat = out.view(-1)

@@ -13,7 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from commlib.errors import PeerLost
 from commlib.exchange.item import World
 from commlib.exchange.sequencer import Sequencer
+from commlib.exchange.valve import Throttle
 from commlib.handshake import publish_absence, roll_call
+from commlib.pace import RateLimit
 
 
 def group_of(module: nn.Module, given: Any) -> Any:
@@ -38,14 +40,46 @@ def group_of(module: nn.Module, given: Any) -> Any:
 
 def sibling(group: Any, device: torch.device) -> Any:
     """One more process group of the same ranks, backend and deadline. Collective over these ranks only."""
-    backend = group._get_backend(device)
-    timeout = getattr(getattr(backend, "options", None), "_timeout", datetime.timedelta(minutes=30))
     return dist.new_group(
         dist.get_process_group_ranks(group),
-        timeout=timeout,
+        timeout=deadline(group, device),
         backend=str(dist.get_backend_config(group)),
         use_local_synchronization=True,
     )
+
+
+def deadline(group: Any, device: torch.device) -> datetime.timedelta:
+    """How long a collective of the group may take."""
+    options = getattr(group._get_backend(device), "options", None)
+    found: datetime.timedelta = getattr(options, "_timeout", datetime.timedelta(minutes=30))
+    return found
+
+
+def check_limit(limit: RateLimit | None, device: torch.device, timeout: datetime.timedelta) -> None:
+    """Whether a limit can be kept.
+
+    Args:
+        limit: of rate, or None.
+        device: where the gradients are.
+        timeout: the process group's.
+
+    Raises:
+        ValueError: gradients that leave without the host; or ranks could miss each other for longer than the timeout.
+    """
+    if limit is None:
+        return
+    if device.type != "cpu":
+        raise ValueError(
+            f"limit: gradients on {device} leave without the host (NCCL), which cannot pace them; a limit needs them "
+            "on the CPU, over Gloo. Shape the interface instead (tc), or give limit=None"
+        )
+    burst = limit.seconds(limit.burst)
+    if burst > timeout.total_seconds():
+        raise ValueError(
+            f"limit: at {limit.mbit:g} Mbit/s one burst of {limit.burst} bytes takes {burst:.3g} s, longer than the "
+            f"process group's time-out of {timeout.total_seconds():g} s: a rank whose turn comes late would be taken "
+            "for lost. Give a smaller burst, a higher rate, or init_process_group(timeout=…)"
+        )
 
 
 def waits_on_stream(group: Any, device: torch.device) -> bool:
@@ -53,10 +87,13 @@ def waits_on_stream(group: Any, device: torch.device) -> bool:
     return device.type == "cuda" and bool(group._get_backend(device).name() == "nccl")
 
 
-def make_sequencer(group: Any, key: str, world: World, device: torch.device, rounds: int) -> Sequencer:
+def make_sequencer(
+    group: Any, key: str, world: World, device: torch.device, rounds: int, throttle: Throttle
+) -> Sequencer:
     """A sequencer over ``group``, with one more group of the same ranks for each round after the first.
 
     Collective over the group's ranks only. NCCL needs no further groups: see :mod:`commlib.exchange.sequencer`.
+    Under a limit the first round, too, has one more: see :mod:`commlib.exchange.valve`.
 
     Args:
         group: process group of the first round.
@@ -64,11 +101,13 @@ def make_sequencer(group: Any, key: str, world: World, device: torch.device, rou
         world: this rank.
         device: where the gradients are.
         rounds: the most rounds any route has.
+        throttle: keeps the limit, if there is one.
     """
     inline = waits_on_stream(group, device)
-    groups = [group]
+    groups = [group if throttle.limit is None else sibling(group, device)]
     if not inline:
         groups += [sibling(group, device) for _ in range(rounds - 1)]
+    groups = [throttle.through(g) for g in groups]
 
     def lost(label: str, error: BaseException) -> PeerLost:
         who = roll_call(group, key, world, timeout=5.0)

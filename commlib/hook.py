@@ -16,14 +16,16 @@ from commlib.collective import Rounds, lockstep
 from commlib.compressor import Memory
 from commlib.exchange import EXCHANGES
 from commlib.exchange.item import Item, Seeds, World
+from commlib.exchange.valve import Throttle
 from commlib.factors.layers import FactorLayers
-from commlib.groups import group_of, make_sequencer, sibling
+from commlib.groups import check_limit, deadline, group_of, make_sequencer, sibling
 from commlib.handshake import agree, answer_roll_call, meeting_place, publish_failure
 from commlib.loss_scale import LossScale
 from commlib.manager.board import Board
 from commlib.manager.manager import Manager
 from commlib.memory import MemoryStore
 from commlib.model import inside, trained_parameters
+from commlib.pace import RateLimit
 from commlib.policy import Exact, Policy
 from commlib.route import Plan, Route, Rules
 from commlib.setup import Setup, check_count
@@ -54,6 +56,7 @@ class HookState:
         min_size: layers with fewer values stay dense.
         seed: of the random codecs.
         timeout: seconds to wait for the other ranks here.
+        limit: of what this rank sends, as ``"50mbit"`` or a :class:`RateLimit`; the same on every rank. CPU, Gloo.
 
     Raises:
         ValueError, TypeError: a bad option, rule or model.
@@ -72,6 +75,7 @@ class HookState:
         min_size: int = 1024,
         seed: int = 0,
         timeout: float = 300.0,
+        limit: RateLimit | str | None = None,
     ) -> None:
         self._group = group_of(module, process_group)
         self.world = World(dist.get_rank(self._group), dist.get_world_size(self._group))
@@ -81,7 +85,9 @@ class HookState:
                 check_count(name, value)
             if not timeout > 0:
                 raise ValueError(f"timeout must be a number of seconds > 0, got {timeout!r}")
+            limit = RateLimit.of(limit)
             setup = Setup.of(module, self._group, compressor, min_size)
+            check_limit(limit, setup.device, deadline(self._group, setup.device))
             self._scale = LossScale(scaler, module)
             on, seeds = weakref.WeakMethod(self._with_factors), weakref.WeakMethod(self._row_seeds)
             codecs, watched = setup.row_codecs(), setup.chosen_later
@@ -90,7 +96,7 @@ class HookState:
             publish_failure(self._group, self._key, self.world, e)
             raise
         terms = {"commlib": commlib.__version__, "dense_steps": str(dense_steps), "seed": str(seed)}
-        terms["scaler"] = "none" if scaler is None else "given"
+        terms |= {"scaler": "none" if scaler is None else "given", "limit": "none" if limit is None else str(limit)}
         if self._factors is not None and not setup.chosen_later:  # or unlike ranks just do not choose them
             terms |= self._factors.terms()
         agree(self._group, self._key, {**terms, **setup.terms()}, self.world, timeout)
@@ -103,16 +109,20 @@ class HookState:
         self._steps = Steps(self._store)
         self._watched = setup.remembers() or dense_steps > 0
         self._lost_key = f"{self._key}/lost"
-        self._sequencer = make_sequencer(self._group, self._lost_key, self.world, setup.device, setup.rounds())
+        self._throttle = Throttle(limit, setup.rounds() + (self._factors is not None))
+        self._sequencer = make_sequencer(
+            self._group, self._lost_key, self.world, setup.device, setup.rounds(), self._throttle
+        )
         weakref.finalize(self, self._sequencer.close, wait=False)
+        weakref.finalize(self, self._throttle.close, wait=False)
         self._manager: Manager | None = None
         if self._factors is not None:
-            own = sibling(self._group, setup.device)
+            own = self._throttle.through(sibling(self._group, setup.device))
             self._factors.tap(own, traced=setup.chosen_later)
             weakref.finalize(self, self._factors.remove)
             if setup.chosen_later:
                 board = Board(self._group, self._key, self.world, timeout)
-                self._manager = Manager(setup, self._factors, board, own, self.world, self._meters)
+                self._manager = Manager(setup, self._factors, board, own, self.world, self._meters, limit)
         self._shadow = False
 
     # -- what a user calls ----------------------------------------------------------------------
@@ -169,6 +179,7 @@ class HookState:
 
     def close(self) -> None:
         """Ends the hook's threads. (A further backward pass would start them again.)"""
+        self._throttle.close()
         self._sequencer.close()
 
     # -- a step, bucket by bucket ---------------------------------------------------------------

@@ -23,7 +23,7 @@ class Route:
     """An exchange and the codec whose payloads it carries. As text: ``onebit:axis=tensor@gather``.
 
     Args:
-        exchange: dense, gather, scatter_gather, low_rank or factors.
+        exchange: dense, gather, scatter_gather, low_rank, blocks or factors.
         codec: taken as it is; wrap it in :class:`ErrorFeedback` if it needs that.
 
     Raises:

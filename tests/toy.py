@@ -23,6 +23,7 @@ PAIRS = (  # every codec over every exchange that takes it; codecs with a ratio 
     "dgc:ratio=0.05@gather",
     "powersgd:rank=2@gather",
     "powersgd:rank=2@low_rank",
+    "blocks:keep=0.2,staleness=6,block=32@blocks",
     "none@factors",
 )
 

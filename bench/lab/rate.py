@@ -1,11 +1,10 @@
-"""Link rates, as people and ``tc`` write them, and the token bucket that makes one."""
+"""Rates that a link of the lab can have, and the token bucket that makes one."""
 
 from __future__ import annotations
 
-import re
+from commlib.rate import read_rate
+from commlib.rate import show_rate as show_rate
 
-_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
-_RATE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmg]?)bit(?:/s)?\s*", re.IGNORECASE)
 LOWEST, HIGHEST = 64e3, 100e9  # bit/s: below, one packet takes a fifth of a second; above, no CPU keeps up
 
 _FRAME = 1514  # bytes of the largest frame: MTU 1500 and the Ethernet header
@@ -18,26 +17,15 @@ _SHORTEST_QUEUE = 1 << 20
 
 
 def parse_rate(text: str) -> float:
-    """``"200mbit"`` → 2e8 bit/s. Decimal units as ``tc`` has them: bit, kbit, mbit, gbit.
+    """``"200mbit"`` → 2e8 bit/s, as :func:`commlib.rate.read_rate` has it.
 
     Raises:
         ValueError: no such rate, or one no link can be given.
     """
-    match = _RATE.fullmatch(text)
-    if match is None:
-        raise ValueError(f"a rate is a number and kbit, mbit or gbit, as 200mbit; got {text!r}")
-    rate = float(match[1]) * _UNITS[match[2].lower()]
+    rate = read_rate(text)
     if not LOWEST <= rate <= HIGHEST:
         raise ValueError(f"a link can have 64kbit to 100gbit, got {text!r}")
     return rate
-
-
-def show_rate(bits_per_second: float) -> str:
-    """The shortest text that :func:`parse_rate` reads back: 2e8 → ``"200mbit"``."""
-    for unit in ("g", "m", "k"):
-        if bits_per_second >= _UNITS[unit]:
-            return f"{bits_per_second / _UNITS[unit]:g}{unit}bit"
-    return f"{bits_per_second:g}bit"
 
 
 def burst(bits_per_second: float) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from commlib.collective import Rounds
 from commlib.compressor import Compressor, LayerSpec
-from commlib.exchange import dense, factors, gather, low_rank, scatter_gather
+from commlib.exchange import blocks, dense, factors, gather, low_rank, scatter_gather
 from commlib.exchange.item import Item, Stripe, World
 
 
@@ -45,6 +45,7 @@ EXCHANGES: Mapping[str, Exchange] = MappingProxyType(
         "gather": cast(Exchange, gather),
         "scatter_gather": cast(Exchange, scatter_gather),
         "low_rank": cast(Exchange, low_rank),
+        "blocks": cast(Exchange, blocks),
         "factors": cast(Exchange, factors),
     }
 )

@@ -24,6 +24,7 @@ from commlib.manager.model import Model
 from commlib.manager.pilot import Pilot
 from commlib.manager.probe import measure_link, measure_product
 from commlib.manager.sheet import Figures, Sheet, slowest
+from commlib.pace import RateLimit
 from commlib.route import Plan, resolve
 from commlib.setup import Setup
 from commlib.stats import Meter
@@ -41,6 +42,7 @@ class Manager:
         group: process group that carries first rounds of rows only.
         world: this rank.
         meters: of all parameters.
+        limit: of what this rank sends, which the process group keeps by itself.
     """
 
     def __init__(
@@ -51,9 +53,10 @@ class Manager:
         group: Any,
         world: World,
         meters: Mapping[str, Meter],
+        limit: RateLimit | None = None,
     ) -> None:
         self._factors, self._board, self._group, self._world = factors, board, group, world
-        self._meters = meters
+        self._meters, self._limit = meters, limit
         self._choice, self._policy, self._device = setup.choice, setup.policy, setup.device
         compressed = {route: plan for route, plan in setup.choice.items() if route != "factors"}
         self._model = Model(setup.specs, factors.names, compressed)
@@ -153,7 +156,7 @@ class Manager:
                 self._rows[name] = max(count, self._rows.get(name, 0))
         measured: dict[str, Any] = {"wire": (self._wire() - self._wire_before) / self.decision.steps}
         if self.decision.probe:
-            measured["link"] = measure_link(self._group, self._world, self._device)
+            measured["link"] = measure_link(self._group, self._world, self._device, self._limit)
             measured["products"] = self._products()
             if not self._codecs:  # what they cost does not depend on the link
                 compressed = {r: resolve(r, self._world.size) for r in self._choice if r != "factors"}

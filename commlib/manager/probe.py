@@ -14,19 +14,23 @@ from torch import Tensor
 from commlib.exchange.item import World
 from commlib.line import fit
 from commlib.link import Line, Link
+from commlib.pace import RateLimit
 
 _SIZES = (16 << 10, 1 << 20, 8 << 20)  # bytes a rank sends
 _LONGEST = (2.0, 0.3)  # seconds: the second and third are left out if they would take longer, by what the last took
 _WARM, _TIMES = 3, 5  # repetitions; fewer where they take long
 
 
-def measure_link(group: Any, world: World, device: torch.device) -> Link:
+def measure_link(group: Any, world: World, device: torch.device, limit: RateLimit | None = None) -> Link:
     """α and β of all-reduce and all-gather, as this rank sees them. Collective; at most about two seconds.
+
+    A slow limit takes longer: three messages of 16 KiB for each, and no larger ones that would take over two seconds.
 
     Args:
         group: a process group that carries nothing else meanwhile.
         world: this rank.
         device: where gradients are.
+        limit: that the group keeps. A short message may leave at once; no price counts on that.
     """
     everyone, one = world.size, torch.zeros(1, device=device)
 
@@ -47,14 +51,16 @@ def measure_link(group: Any, world: World, device: torch.device) -> Link:
         group.allreduce([one], options).wait()
         return float(one)
 
-    lines = [_line(start, agreed) for start in (reduce, gather)]
-    return Link(everyone, *lines)
+    lines = [_line(start, agreed, limit) for start in (reduce, gather)]
+    link = Link(everyone, *lines)
+    return link if limit is None else link.capped(limit.bytes_s)
 
 
-def _line(start: Callable[[int], Callable[[], Any]], agreed: Callable[[float], float]) -> Line:
+def _line(start: Callable[[int], Callable[[], Any]], agreed: Callable[[float], float], limit: RateLimit | None) -> Line:
     points: list[tuple[float, float]] = []
     for sent, longest in zip(_SIZES, (math.inf, *_LONGEST), strict=True):
-        expected = points[-1][1] * sent / points[-1][0] if points else 0.0
+        slowest = 0.0 if limit is None else limit.seconds(sent)
+        expected = max(slowest, points[-1][1] * sent / points[-1][0] if points else 0.0)
         if expected > longest:
             break
         issue, short = start(sent), expected < 0.03

@@ -13,10 +13,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = [pytest.mark.slow, pytest.mark.checkout]
 
 
-def run(name: str) -> str:
+def run(name: str, *args: str) -> str:
     """What an example prints under torchrun with two ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, str(EXAMPLES / name)], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [*command, str(EXAMPLES / name), *args], capture_output=True, text=True, timeout=100, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -35,3 +37,12 @@ def test_own_codec() -> None:
     assert len(losses) == 3
     assert losses[2] < losses[0] / 10
     assert float(re.findall(r"sent (\S+) times fewer", out)[0]) > 3.5
+
+
+def test_a_limited_job_keeps_its_limit_beside_a_neighbour() -> None:
+    out = run("shared_link.py", "--limit", "20mbit", "--seconds", "2")
+    found = re.findall(r"rank \d: \d+ steps in (\S+) s, job (\S+) Mbit/s, neighbour (\S+) Mbit/s", out)
+    assert len(found) == 2
+    for seconds, job, neighbour in found:
+        assert 0 < float(job) <= 20 + 8e-6 * 125_000 / float(seconds)  # the usual burst
+        assert float(neighbour) > 20

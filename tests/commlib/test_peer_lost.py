@@ -38,19 +38,25 @@ class Scene:
         stop: it stops without dying; otherwise it is killed.
         seconds: time-out of the process group.
         deadline: within which the others must have raised.
+        limit: of rate; at this one a step naps for about a second.
     """
 
     rule: str
     stop: bool = False
     seconds: float = 600
     deadline: float = 30
+    limit: commlib.RateLimit | None = None
 
 
+SLOW = commlib.RateLimit(0.2, burst=4096)
 SCENES = {
     "killed, onebit@scatter_gather": Scene("onebit@scatter_gather"),
     "killed, powersgd": Scene("powersgd:rank=2"),
     "killed, none": Scene("none"),
     "killed, factors": Scene("factors"),
+    "killed, none, limited": Scene("none", limit=SLOW),
+    "killed, powersgd, limited": Scene("powersgd:rank=2", limit=SLOW),
+    "killed, factors, limited": Scene("factors", limit=SLOW),
     "stopped, onebit@scatter_gather": Scene("onebit@scatter_gather", stop=True, seconds=3, deadline=20),
 }
 
@@ -79,7 +85,7 @@ def rank_main(name: str, rank: int, port: int, pipe: Connection) -> None:
     first = nn.Linear(32, 40)
     model = nn.Sequential(first, nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 4))
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.004)
-    comm = commlib.attach(ddp, scene.rule, min_size=0, timeout=30)
+    comm = commlib.attach(ddp, scene.rule, min_size=0, timeout=30, limit=scene.limit)
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(rank))
     for _ in range(STEPS_BEFORE):
         ddp(x).square().mean().backward()

@@ -20,7 +20,7 @@ from strategies import encode, roundtrip, tensors
 
 BUILT_IN = [
     "none", "fp16", "bf16", "onebit", "sign", "int8", "int4", "qsgd", "ternary", "natural", "topk", "randomk", "dgc",
-    "powersgd",
+    "powersgd", "blocks",
 ]  # fmt: skip
 TURNED = [
     "onebit:axis=tensor",
@@ -39,6 +39,9 @@ TURNED = [
     "dgc:ratio=0.1,momentum=0,values=int8",
     "dgc:ratio=0.05,nesterov=on,clip=1,warmup_steps=8",
     "powersgd:rank=1",
+    "blocks:keep=0.3,staleness=4,block=16",
+    "blocks:keep=0.1,staleness=2,order=fifo,block=7",
+    "blocks:keep=0.2,staleness=9,order=random,block=32",
 ]
 ALL = BUILT_IN + TURNED
 
@@ -188,6 +191,10 @@ def test_a_random_codec_asks_for_a_seed_and_heeds_it(spec: str) -> None:
         ("dgc:clip=inf", "clip must be a norm"),
         ("dgc:warmup_steps=-1", "warmup_steps must not be negative"),
         ("powersgd:rank=0", "rank must be at least 1, got 0"),
+        ("blocks:keep=0", "0"),
+        ("blocks:staleness=0", "staleness must be at least 1, got 0"),
+        ("blocks:block=0", "block must be at least 1, got 0"),
+        ("blocks:order=size", "order must be one of magnitude, fifo, random, got 'size'"),
     ],
 )
 def test_a_bad_option_is_refused_by_name_and_range(spec: str, message: str) -> None:

@@ -21,8 +21,9 @@ from commlib.simulate import exchange_once, run
 from commlib.slots import Memory
 from commlib.stats import Meter
 
+BLOCKS = "blocks:keep=0.3,staleness=4,block=16"  # several to a layer
 MOMENTUM_FREE = {"dgc": "dgc:ratio=0.05,momentum=0", "topk": "topk:ratio=0.05", "randomk": "randomk:ratio=0.05"}
-SPECS = [MOMENTUM_FREE.get(name, name) for name in compressors()]
+SPECS = [{**MOMENTUM_FREE, "blocks": BLOCKS}.get(name, name) for name in compressors()]
 PAIRS = [
     f"{spec}@{exchange}"
     for spec in SPECS
@@ -56,8 +57,9 @@ def pending(stores: list[MemoryStore], shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def test_the_pairs_are_those_that_architecture_names():
-    assert len(PAIRS) == 4 + len(SPECS) + (len(SPECS) - 2) + 1  # dense: none fp16 bf16 randomk; not dgc, powersgd
+    assert len(PAIRS) == 4 + len(SPECS) + (len(SPECS) - 3) + 2  # 4 are summed; three keep more than a residual
     assert {p for p in PAIRS if p.endswith("@low_rank")} == {"powersgd@low_rank"}
+    assert {p for p in PAIRS if p.endswith("@blocks")} == {f"{BLOCKS}@blocks"}
 
 
 @pytest.mark.parametrize("pair", PAIRS)

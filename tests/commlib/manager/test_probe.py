@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from commlib.exchange.item import World
+from commlib.exchange.valve import Throttle
+from commlib.groups import sibling
 from commlib.link import Link
 from commlib.manager.probe import measure_link, measure_product
+from commlib.pace import RateLimit
 from fleet import Fleet
 
 CPU = torch.device("cpu")
@@ -29,6 +33,25 @@ def test_all_ranks_see_the_same_link_on_which_bytes_take_time(fleet: Fleet, size
         assert line.alpha >= 0
         assert line.beta >= 0
         assert 0 < line.seconds(8 << 20) < math.inf
+
+
+LIMIT = RateLimit(20, burst=100_000)
+
+
+def limited(world: World) -> tuple[Link, float]:
+    throttle = Throttle(LIMIT, 1)
+    start = time.monotonic()
+    link = measure_link(throttle.through(sibling(dist.group.WORLD, CPU)), world, CPU, LIMIT)
+    throttle.close()
+    return link, time.monotonic() - start
+
+
+def test_under_a_limit_the_probe_keeps_it_and_no_price_is_below_it(fleet: Fleet) -> None:
+    for link, seconds in fleet.run(2, limited):
+        for line in (link.all_reduce, link.all_gather):
+            assert line.seconds(8 << 20) >= LIMIT.seconds(8 << 20)
+        sent = 2 * 3 * ((16 << 10) + (1 << 20))  # 8 MiB would take more than three seconds at this rate: left out
+        assert LIMIT.seconds(sent - LIMIT.burst) <= seconds < LIMIT.seconds(sent) + 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

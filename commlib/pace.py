@@ -1,0 +1,105 @@
+"""How fast this rank may send: a limit as the user gives it, and the token bucket that keeps it. Pure: no clock."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from commlib.rate import read_rate, show_rate
+
+SMALLEST_BURST = 4096
+"""Bytes: pieces of less would be all software."""
+_BURST_S = 0.05  # the default burst takes so long at the limit's own rate …
+_USUAL_BURST = 64 << 10  # … and is no smaller than this
+
+
+@dataclasses.dataclass(frozen=True)
+class RateLimit:
+    """A cap on what one rank sends: in any window of time at most ``rate · window + burst`` payload bytes.
+
+    For people who share a link: it changes when things leave and in how large pieces, not what is exchanged. A piece is
+    one value to each rank at least: with so many ranks that this is more than a piece may be, it counts as the burst.
+
+    Args:
+        mbit: Mbit/s, decimal, of payload; headers of Gloo, TCP and Ethernet come on top.
+        burst: bytes that may leave at once after a pause; by default what takes 50 ms, at least 65,536.
+
+    Raises:
+        ValueError: a rate that is not positive and finite, or a burst below 4,096 bytes.
+    """
+
+    mbit: float
+    burst: int = None  # type: ignore[assignment]  # it always is one, once this is made
+
+    def __post_init__(self) -> None:
+        mbit: object = self.mbit
+        if isinstance(mbit, bool) or not isinstance(mbit, int | float) or not 0 < mbit < math.inf:
+            raise ValueError(f"limit: mbit must be a number of Mbit/s > 0, got {mbit!r}; for no limit give None")
+        given: object = self.burst
+        if given is None:
+            object.__setattr__(self, "burst", max(_USUAL_BURST, round(self.bytes_s * _BURST_S)))
+        elif isinstance(given, bool) or not isinstance(given, int) or given < SMALLEST_BURST:
+            raise ValueError(
+                f"limit: burst must be a whole number of bytes ≥ {SMALLEST_BURST}, got {given!r}: smaller pieces "
+                "cost more in software than they spare the link"
+            )
+
+    @classmethod
+    def of(cls, given: RateLimit | str | None) -> RateLimit | None:
+        """What the user means: a limit, a rate as ``"50mbit"``, or None.
+
+        Raises:
+            ValueError: no rate, or one that is not positive.
+            TypeError: something else.
+        """
+        if given is None or isinstance(given, RateLimit):
+            return given
+        if not isinstance(given, str):
+            raise TypeError(f'limit is a rate as "50mbit" or a RateLimit(mbit=50), got {given!r}')
+        try:
+            rate = read_rate(given)
+        except ValueError as e:
+            raise ValueError(f"limit: {e}") from e
+        if not rate > 0:
+            raise ValueError(f"limit: a rate must be more than nothing, got {given!r}; for no limit give None")
+        return cls(rate / 1e6)
+
+    @property
+    def bytes_s(self) -> float:
+        """Bytes a second."""
+        return self.mbit * 1e6 / 8
+
+    def seconds(self, nbytes: float) -> float:
+        """That so many bytes take."""
+        return nbytes / self.bytes_s
+
+    def __str__(self) -> str:
+        return f"{show_rate(self.mbit * 1e6)}, bursts of {self.burst} bytes"
+
+
+class Pacer:
+    """A token bucket: it says when the next bytes may leave.
+
+    In any window of time, between any two grants, at most ``bytes_s · window + max(depth, largest grant)`` bytes are
+    granted. A grant larger than the bucket waits until it is full, and leaves a debt.
+
+    Args:
+        bytes_s: what flows in.
+        depth: what the bucket holds, bytes; it is full at first.
+    """
+
+    def __init__(self, bytes_s: float, depth: float) -> None:
+        self._rate, self._depth = bytes_s, depth
+        self._full = -math.inf  # when it will be full again, if nobody takes any more
+
+    def take(self, now: float, nbytes: float) -> float:
+        """Seconds from ``now`` until so many bytes may leave; they are counted as gone then.
+
+        Args:
+            now: seconds on any clock, never earlier than at the call before.
+            nbytes: ≥ 0.
+        """
+        missing = self._depth - min(nbytes, self._depth)  # the bucket may lack so much, and still have enough
+        granted = max(now, self._full - missing / self._rate)
+        self._full = max(self._full, granted) + nbytes / self._rate
+        return granted - now

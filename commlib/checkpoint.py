@@ -3,6 +3,7 @@
 Layout (strings, numbers and tensors only; keys differ from rank to rank, so a distributed checkpoint keeps them all)::
 
     {"format": 1, "world_size": P, "step": n, "layers": {name: "shape dtype"}, "routes": {name: route},
+     "nodes": "0,1 2,3",  # under a hierarchy only, and then the format is 2
      "ranks": {"0": {name: {slot: {"value": float32 tensor, "role": …, "start": row}}}, …}}
 """
 
@@ -17,17 +18,19 @@ from torch import Tensor
 from commlib.compressor import LayerSpec, Slot
 from commlib.errors import CheckpointMismatch
 from commlib.exchange.item import World
+from commlib.hierarchy import NODE, Hierarchy, Share, share
 from commlib.memory import MemoryStore
 from commlib.route import Plan, PlannedLayer
 
 FORMAT = 1
+_LEVELS = 2  # the format of states with slots in units of a node's mean: a version that knows none must not lose them
 StateDict = dict[str, Any]
 
 
-def to_state(plan: Plan, store: MemoryStore, world: World, step: int) -> StateDict:
+def to_state(plan: Plan, store: MemoryStore, world: World, step: int, hierarchy: Hierarchy | None = None) -> StateDict:
     """This rank's state."""
     return {
-        "format": FORMAT,
+        **({"format": FORMAT} if hierarchy is None else {"format": _LEVELS, "nodes": str(hierarchy)}),
         "world_size": world.size,
         "step": step,
         "layers": _layers(plan),
@@ -49,10 +52,11 @@ def merge_state_dicts(states: Sequence[StateDict]) -> StateDict:
         _check_form(state)
     merged = {**states[0], "ranks": {}}
     for state in states:
-        for key in ("format", "world_size", "step", "layers", "routes"):
-            if state.get(key) != merged[key]:
+        for key in ("format", "world_size", "nodes", "step", "layers", "routes"):
+            one, other = merged.get(key), state.get(key)
+            if one != other:
                 raise CheckpointMismatch(
-                    f"state dicts of different runs: {key} is {merged[key]!r} in one and {state.get(key)!r} in another"
+                    f"state dicts of different runs: {key} is {one!r} in one and {other!r} in another"
                 )
         twice = set(state["ranks"]) & set(merged["ranks"])
         if twice:
@@ -61,11 +65,20 @@ def merge_state_dicts(states: Sequence[StateDict]) -> StateDict:
     return merged
 
 
-def from_state(state: Mapping[str, Any], plan: Plan, store: MemoryStore, world: World, *, drop_residuals: bool) -> int:
-    """Fills ``store``; returns the step. Bit for bit if routes and world size are those of the checkpoint.
+def from_state(
+    state: Mapping[str, Any],
+    plan: Plan,
+    store: MemoryStore,
+    world: World,
+    hierarchy: Hierarchy | None = None,
+    *,
+    drop_residuals: bool,
+) -> int:
+    """Fills ``store``; returns the step. Bit for bit if routes, world size and nodes are those of the checkpoint.
 
     Otherwise what was pending is carried over: every rank gets the mean over the old ranks, so that
-    (1/P)·Σ residuals, all that later steps would have added to the mean gradient, is conserved.
+    (1/P)·Σ residuals, all that later steps would have added to the mean gradient, is conserved. Under a hierarchy that
+    sum is (1/N)·Σ over the stripes that ranks keep for N nodes; every rank gets its rows of the same mean.
 
     Raises:
         CheckpointMismatch: another format or model; ranks missing; or pending gradient for a layer whose
@@ -76,9 +89,10 @@ def from_state(state: Mapping[str, Any], plan: Plan, store: MemoryStore, world: 
         store.clear()
         return int(state["step"])
     ranks: Mapping[str, Any] = state["ranks"]
-    same = state["world_size"] == world.size and state["routes"] == _routes(plan)
+    levels = state.get("nodes") == (None if hierarchy is None else str(hierarchy))
+    same = levels and state["world_size"] == world.size and state["routes"] == _routes(plan)
     if same and str(world.rank) in ranks:
-        own = _own(ranks[str(world.rank)], plan, world)
+        own = _own(ranks[str(world.rank)], plan, world, hierarchy)
         store.clear()
         for name, key, slot, value, start in own:
             store.restore(name, key, slot, value.to(plan.layers[name].spec.device), start=start)
@@ -86,26 +100,33 @@ def from_state(state: Mapping[str, Any], plan: Plan, store: MemoryStore, world: 
     missing = [r for r in range(state["world_size"]) if str(r) not in ranks]
     if missing:
         routes = "the same" if state["routes"] == _routes(plan) else "other"
+        routes += " routes" if levels else " routes and another hierarchy"
         raise CheckpointMismatch(
             f"this is the state of rank {', '.join(sorted(ranks))} of {state['world_size']}, loaded by rank "
-            f"{world.rank} of {world.size} with {routes} routes: collect every rank's state_dict() with "
+            f"{world.rank} of {world.size} with {routes}: collect every rank's state_dict() with "
             f"commlib.merge_state_dicts and load that (missing: rank {', '.join(map(str, missing))})"
         )
-    carried = {p.spec.name: _carry_over(p, [ranks[str(r)] for r in range(state["world_size"])]) for p in plan}
+    nodes = len(state["nodes"].split()) if "nodes" in state else 1
+    old = [ranks[str(r)] for r in range(state["world_size"])]
+    carried = {p.spec.name: _carry_over(p, old, nodes, share(p.route, p.spec, world, hierarchy)) for p in plan}
     store.clear()
     for name, values in carried.items():
-        for key, (slot, value) in values.items():
-            store.restore(name, key, slot, value.to(plan.layers[name].spec.device))
+        for key, (slot, value, start) in values.items():
+            store.restore(name, key, slot, value.to(plan.layers[name].spec.device), start=start)
     return int(state["step"])
 
 
-def _own(entries: Mapping[str, Any], plan: Plan, world: World) -> list[tuple[str, str, Slot, Tensor, int]]:
+def _own(
+    entries: Mapping[str, Any], plan: Plan, world: World, hierarchy: Hierarchy | None
+) -> list[tuple[str, str, Slot, Tensor, int]]:
     """(layer, key, slot, value, first row) of all that this rank had; checked, so that restoring cannot fail."""
     found = []
     for name, slots in entries.items():
         if name not in plan.layers:
             raise CheckpointMismatch(f"damaged state dict: it has slots of {name!r}, which is none of its layers")
-        expected = _expected(plan.layers[name], world)
+        expected = _expected(
+            plan.layers[name], share(plan.layers[name].route, plan.layers[name].spec, world, hierarchy)
+        )
         for key, entry in slots.items():
             value = entry.get("value") if isinstance(entry, Mapping) else None
             if key not in expected or not isinstance(value, Tensor):
@@ -119,30 +140,34 @@ def _own(entries: Mapping[str, Any], plan: Plan, world: World) -> list[tuple[str
     return found
 
 
-def _expected(layer: PlannedLayer, world: World) -> dict[str, tuple[Slot, int]]:
+def _expected(layer: PlannedLayer, part: Share) -> dict[str, tuple[Slot, int]]:
     expected: dict[str, tuple[Slot, int]] = {}
     for route in (layer.dense, layer.route):
-        expected.update({k: (s, 0) for k, s in route.codec.slots(layer.spec).items()})
-        stripe = route.carrier().owned(route.codec, layer.spec, world)
+        expected.update({part.prefix + k: (s, part.start) for k, s in route.codec.slots(part.spec).items()})
+        stripe = route.carrier().owned(route.codec, part.spec, part.world)
         if stripe is not None:
             owner = route.codec.slots(stripe.spec)
-            expected.update({"owner." + k: (s, stripe.start) for k, s in owner.items()})
+            expected.update({"owner." + k: (s, part.start + stripe.start) for k, s in owner.items()})
     return expected
 
 
-def _carry_over(layer: PlannedLayer, old: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Slot, Tensor]]:
+def _carry_over(
+    layer: PlannedLayer, old: Sequence[Mapping[str, Any]], nodes: int, part: Share
+) -> dict[str, tuple[Slot, Tensor, int]]:
     """The slots of one layer on a rank of the new world, from those of all ranks of the old one."""
     name = layer.spec.name
-    wanted = {**layer.dense.codec.slots(layer.spec), **layer.route.codec.slots(layer.spec)}
-    found = {key for rank in old for key in rank.get(name, {})}
+    wanted = {**layer.dense.codec.slots(part.spec), **layer.route.codec.slots(part.spec)}
+    found = {key.removeprefix(NODE) for rank in old for key in rank.get(name, {})}
     result = {}
     for key, slot in wanted.items():
         if slot.role == "replicated":
             value = old[0].get(name, {}).get(key, {}).get("value")
             if value is not None and tuple(value.shape) == slot.shape:
-                result[key] = (slot, value)
+                result[key] = (slot, value, 0)
         elif key in found or "owner." + key in found:
-            result[key] = (slot, _mean(layer.spec, key, old))
+            whole = _mean(layer.spec, key, old, nodes)
+            rows = whole[part.start : part.start + slot.shape[0]] if part.prefix else whole.view(slot.shape)
+            result[part.prefix + key] = (slot, rows, part.start)
     lost = [k for k in ("residual",) if k in found and k not in wanted]
     if lost:
         raise CheckpointMismatch(
@@ -153,26 +178,25 @@ def _carry_over(layer: PlannedLayer, old: Sequence[Mapping[str, Any]]) -> dict[s
     return result
 
 
-def _mean(spec: LayerSpec, key: str, old: Sequence[Mapping[str, Any]]) -> Tensor:
-    """(1/P)·Σ of a slot over the old ranks, plus the owners' stripes, which are in units of the mean already."""
-    total = torch.zeros(spec.shape, dtype=torch.float64)
-    for rank in old:
-        entry = rank.get(spec.name, {}).get(key)
-        if entry is not None:
-            total += entry["value"].cpu()
-    total /= len(old)
-    for rank in old:
-        entry = rank.get(spec.name, {}).get("owner." + key)
-        if entry is not None and entry["value"].numel():
-            start = int(entry["start"])
-            total[start : start + len(entry["value"])] += entry["value"].cpu()
+def _mean(spec: LayerSpec, key: str, old: Sequence[Mapping[str, Any]], nodes: int) -> Tensor:
+    """(1/P)·Σ of a slot over the old ranks, shape that of the layer (a scalar: one row).
+
+    Stripes in units of a node's mean count 1/N each, and those of owners, in units of the mean already, once.
+    """
+    total = torch.zeros(spec.shape or (1,), dtype=torch.float64)
+    for prefix, weight in (("", 1 / len(old)), (NODE, 1 / nodes), ("owner.", 1.0)):
+        for rank in old:
+            entry = rank.get(spec.name, {}).get(prefix + key)
+            if entry is not None and entry["value"].numel():
+                value, start = entry["value"].cpu().reshape(-1, *total.shape[1:]), int(entry["start"])
+                total[start : start + len(value)] += value.double() * weight
     return total.float()
 
 
 def _check_form(state: Any) -> None:
-    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+    if not isinstance(state, Mapping) or state.get("format") != (_LEVELS if "nodes" in state else FORMAT):
         found = state.get("format") if isinstance(state, Mapping) else type(state).__name__
-        raise CheckpointMismatch(f"not a commlib state dict of format {FORMAT} (found {found!r})")
+        raise CheckpointMismatch(f"not a commlib state dict of format {FORMAT} or {_LEVELS} (found {found!r})")
     missing = [k for k in ("world_size", "step", "layers", "routes", "ranks") if k not in state]
     if missing:
         raise CheckpointMismatch(f"damaged state dict: it has no {', '.join(missing)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,10 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commlib.collective import Scope
 from commlib.errors import PeerLost
+from commlib.exchange.hierarchical import MORE_ROUNDS
 from commlib.exchange.item import World
 from commlib.exchange.sequencer import Sequencer
 from commlib.handshake import publish_absence, roll_call
+from commlib.hierarchy import Hierarchy
 
 
 def group_of(module: nn.Module, given: Any) -> Any:
@@ -36,12 +40,19 @@ def group_of(module: nn.Module, given: Any) -> Any:
     return group
 
 
-def sibling(group: Any, device: torch.device) -> Any:
-    """One more process group of the same ranks, backend and deadline. Collective over these ranks only."""
+def sibling(group: Any, device: torch.device, some: Sequence[int] | None = None) -> Any:
+    """One more process group of the same backend and deadline. Collective over its ranks only.
+
+    Args:
+        group: whose sibling.
+        device: where the gradients are.
+        some: numbers of ranks in ``group``, in order; by default all.
+    """
     backend = group._get_backend(device)
     timeout = getattr(getattr(backend, "options", None), "_timeout", datetime.timedelta(minutes=30))
+    members = dist.get_process_group_ranks(group)
     return dist.new_group(
-        dist.get_process_group_ranks(group),
+        members if some is None else [members[r] for r in some],
         timeout=timeout,
         backend=str(dist.get_backend_config(group)),
         use_local_synchronization=True,
@@ -53,10 +64,29 @@ def waits_on_stream(group: Any, device: torch.device) -> bool:
     return device.type == "cuda" and bool(group._get_backend(device).name() == "nccl")
 
 
-def make_sequencer(group: Any, key: str, world: World, device: torch.device, rounds: int) -> Sequencer:
+def scopes(rounds: int, hierarchy: Hierarchy | None) -> list[tuple[Scope, ...]]:
+    """For each round of a bucket, which ranks its collectives may be of.
+
+    Under a hierarchy the first is local, as many follow between nodes as the bucket's routes have, and the one after
+    these is local again: in any round but the first two it may be either.
+
+    Args:
+        rounds: the most that any route has.
+        hierarchy: if there is one.
+    """
+    if hierarchy is None:
+        return [("world",)] * rounds
+    lanes = range(rounds + MORE_ROUNDS)
+    return [(*(("inter",) if 0 < i <= rounds else ()), *(("local",) if i != 1 else ())) for i in lanes]
+
+
+def make_sequencer(
+    group: Any, key: str, world: World, device: torch.device, rounds: int, hierarchy: Hierarchy | None = None
+) -> Sequencer:
     """A sequencer over ``group``, with one more group of the same ranks for each round after the first.
 
-    Collective over the group's ranks only. NCCL needs no further groups: see :mod:`commlib.exchange.sequencer`.
+    Under a hierarchy, with a group for every scope of every round (:func:`scopes`); all ranks make them in this order.
+    Collective over the group's ranks only. NCCL needs one group a scope: see :mod:`commlib.exchange.sequencer`.
 
     Args:
         group: process group of the first round.
@@ -64,14 +94,20 @@ def make_sequencer(group: Any, key: str, world: World, device: torch.device, rou
         world: this rank.
         device: where the gradients are.
         rounds: the most rounds any route has.
+        hierarchy: nodes, if exchanges have two levels.
     """
     inline = waits_on_stream(group, device)
-    groups = [group]
-    if not inline:
-        groups += [sibling(group, device) for _ in range(rounds - 1)]
+    members: dict[Scope, Sequence[int] | None] = {"world": None}
+    if hierarchy is not None:
+        members = {"local": hierarchy.local_ranks, "inter": hierarchy.counterparts}
+    needed = [tuple(members)] if inline else scopes(rounds, hierarchy)
+    groups: list[dict[Scope, Any]] = []
+    for i, lane in enumerate(needed):
+        own = i == 0 and hierarchy is None  # the first round of all goes over the model's own
+        groups.append({scope: group if own else sibling(group, device, members[scope]) for scope in lane})
 
     def lost(label: str, error: BaseException) -> PeerLost:
         who = roll_call(group, key, world, timeout=5.0)
         return PeerLost(f"rank {world.rank} of {world.size} could not exchange {label}: {error}; {who}")
 
-    return Sequencer(groups, world.size, lost, inline=inline)
+    return Sequencer(groups, lost, inline=inline)

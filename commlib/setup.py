@@ -37,7 +37,14 @@ class Setup:
     chosen_later: bool
 
     @classmethod
-    def of(cls, module: nn.Module, group: Any, compressor: Rules | Policy | Plan, min_size: int) -> Setup:
+    def of(
+        cls,
+        module: nn.Module,
+        group: Any,
+        compressor: Rules | Policy | Plan,
+        min_size: int,
+        world: int | None = None,
+    ) -> Setup:
         """For a model.
 
         Args:
@@ -45,10 +52,12 @@ class Setup:
             group: process group.
             compressor: as :class:`commlib.HookState` takes it.
             min_size: layers with fewer values stay dense.
+            world: ranks that a route connects, if they are not the group's: under a hierarchy, nodes.
 
         Raises:
             ValueError, TypeError: a bad rule or model.
         """
+        world = group.size() if world is None else world
         specs = layer_specs(inside(module), getattr(module, "parameters_to_ignore", ()))
         device = one_device(specs)
         policy = policy_of(compressor)
@@ -56,12 +65,12 @@ class Setup:
             check_frozen_integers(inside(module), compressor)
         if policy is not None or isinstance(compressor, Policy):
             layers, why = _may_choose(module, group, device, min_size)
-            plan = make_plan(specs, "none", world=group.size(), min_size=min_size)
+            plan = make_plan(specs, "none", world=world, min_size=min_size)
             return cls(specs, device, plan.because(str(policy), why or "measuring"), layers, bool(layers))
         if isinstance(compressor, Plan):
-            plan = pin(compressor, specs, group.size())
+            plan = pin(compressor, specs, world)
         else:
-            plan = make_plan(specs, compressor, world=group.size(), min_size=min_size)
+            plan = make_plan(specs, compressor, world=world, min_size=min_size)
         sent = {p.spec.layer for p in plan if p.route.exchange == "factors"}
         if sent and waits_on_stream(group, device):
             raise ValueError("factors are not exchanged over NCCL yet: use Gloo, or another route")

@@ -88,7 +88,8 @@ def publish_failure(group: Any, key: str, world: World, error: BaseException) ->
     """Tells the ranks that wait in :func:`share` or :func:`agree` why this one will not come."""
     packed: bytes = msgpack.packb({_FAILED: str(error)})
     store = store_of(group)
-    store.set(f"{key}/self/{world.rank}", packed)
+    if not store.check([f"{key}/self/{world.rank}"]):  # else what it has said stands, for those who read it later
+        store.set(f"{key}/self/{world.rank}", packed)
     store.set(f"{key}/text/{world.rank}", packed)
     store.set(f"{key}/digest/{world.rank}", hashlib.sha256(packed).digest())
 

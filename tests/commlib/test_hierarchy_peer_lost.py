@@ -94,9 +94,9 @@ def test_every_other_rank_names_it_in_time_fails_the_next_step_too_and_ends_by_i
         left: dict[Any, int] = {ranks[rank][1]: rank for rank in range(SIZE) if rank != VICTIM}
         end = time.monotonic() + 60
         while left and (ready := wait(list(left), timeout=max(0.0, end - time.monotonic()))):
-            for pipe in ready:
-                rank = left.pop(pipe)
-                said, seconds, again, closing = pipe.recv()
+            for there in ready:
+                rank = left.pop(there)
+                said, seconds, again, closing = ranks[rank][1].recv()
                 assert f"rank {rank} of 4 could not exchange bucket" in said, said
                 assert "rank 3 did not answer" in said, said
                 assert seconds < DEADLINE

@@ -151,7 +151,8 @@ def test_random_codecs_draw_other_numbers_for_each_stripe():
 
 def bucket(pairs: list[str], h: Hierarchy, seen: list[list[str]], seed: int) -> tuple[Any, list[torch.Tensor]]:
     """A bucket of layers of odd shapes by several routes, and what its gradients become; ``seen`` gets its scopes."""
-    grads, routes, cuts = [], {}, {}
+    grads, cuts = [], {}
+    routes: dict[str, list[Item]] = {}
     for i, (pair, shape) in enumerate(zip(pairs, [(7, 5), (1, 9), (), (33,)] * 4, strict=False)):
         r = route(pair if shape else "none@dense")
         spec = LayerSpec(f"layer{i}", shape)

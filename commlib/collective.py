@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -93,6 +93,36 @@ class Collective(Protocol):
         """Bytes this rank sends; asked after :meth:`issue`."""
 
 
+Scope = Literal["world", "local", "inter"]
+"""Which ranks a collective is of: all; those of this rank's node; or its counterparts on all nodes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Among:
+    """A collective of some of the ranks only."""
+
+    scope: Scope
+    call: Collective
+
+    @property
+    def payers(self) -> Payers:
+        """Whose bytes it carries."""
+        return self.call.payers
+
+    def issue(self, group: Any) -> Any:
+        """Start it on the process group of its scope; returns the Work."""
+        return self.call.issue(group)
+
+    def wire_bytes(self, world: int) -> float:
+        """Bytes this rank sends, among so many."""
+        return self.call.wire_bytes(world)
+
+
+def scope_of(call: Collective) -> Scope:
+    """Which ranks it is of."""
+    return call.scope if isinstance(call, Among) else "world"
+
+
 Rounds = Generator[list[Collective], None, None]
 """An exchange under way: each ``next()`` computes up to the next round and yields its collectives."""
 
@@ -112,3 +142,9 @@ def lockstep(parts: Sequence[Rounds]) -> Rounds:
         live = going
         if batch:
             yield batch
+
+
+def among(scope: Scope, rounds: Rounds) -> Rounds:
+    """An exchange of some of the ranks only."""
+    for batch in rounds:
+        yield [Among(scope, call) for call in batch]

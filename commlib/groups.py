@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,11 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commlib.collective import Scope
 from commlib.errors import PeerLost
+from commlib.exchange.hierarchical import MORE_ROUNDS
 from commlib.exchange.item import World
 from commlib.exchange.sequencer import Sequencer
 from commlib.exchange.valve import Throttle
 from commlib.handshake import publish_absence, roll_call
+from commlib.hierarchy import Hierarchy
 from commlib.pace import RateLimit
 
 
@@ -38,10 +42,17 @@ def group_of(module: nn.Module, given: Any) -> Any:
     return group
 
 
-def sibling(group: Any, device: torch.device) -> Any:
-    """One more process group of the same ranks, backend and deadline. Collective over these ranks only."""
+def sibling(group: Any, device: torch.device, some: Sequence[int] | None = None) -> Any:
+    """One more process group of the same backend and deadline. Collective over its ranks only.
+
+    Args:
+        group: whose sibling.
+        device: where the gradients are.
+        some: numbers of ranks in ``group``, in order; by default all.
+    """
+    members = dist.get_process_group_ranks(group)
     return dist.new_group(
-        dist.get_process_group_ranks(group),
+        members if some is None else [members[r] for r in some],
         timeout=deadline(group, device),
         backend=str(dist.get_backend_config(group)),
         use_local_synchronization=True,
@@ -87,13 +98,36 @@ def waits_on_stream(group: Any, device: torch.device) -> bool:
     return device.type == "cuda" and bool(group._get_backend(device).name() == "nccl")
 
 
+def scopes(rounds: int, hierarchy: Hierarchy | None) -> list[tuple[Scope, ...]]:
+    """For each round of a bucket, which ranks its collectives may be of.
+
+    Under a hierarchy the first is local, as many follow between nodes as the bucket's routes have, and the one after
+    these is local again: in any round but the first two it may be either.
+
+    Args:
+        rounds: the most that any route has.
+        hierarchy: if there is one.
+    """
+    if hierarchy is None:
+        return [("world",)] * rounds
+    lanes = range(rounds + MORE_ROUNDS)
+    return [(*(("inter",) if 0 < i <= rounds else ()), *(("local",) if i != 1 else ())) for i in lanes]
+
+
 def make_sequencer(
-    group: Any, key: str, world: World, device: torch.device, rounds: int, throttle: Throttle
+    group: Any,
+    key: str,
+    world: World,
+    device: torch.device,
+    rounds: int,
+    throttle: Throttle,
+    hierarchy: Hierarchy | None = None,
 ) -> Sequencer:
     """A sequencer over ``group``, with one more group of the same ranks for each round after the first.
 
-    Collective over the group's ranks only. NCCL needs no further groups: see :mod:`commlib.exchange.sequencer`.
-    Under a limit the first round, too, has one more: see :mod:`commlib.exchange.valve`.
+    Under a hierarchy, with a group for every scope of every round (:func:`scopes`); all ranks make them in this order.
+    Under a limit the first round, too, has one more (:mod:`commlib.exchange.valve`); what stays inside a node is not
+    limited. Collective over the group's ranks only. NCCL needs one group a scope (:mod:`commlib.exchange.sequencer`).
 
     Args:
         group: process group of the first round.
@@ -102,15 +136,21 @@ def make_sequencer(
         device: where the gradients are.
         rounds: the most rounds any route has.
         throttle: keeps the limit, if there is one.
+        hierarchy: nodes, if exchanges have two levels.
     """
     inline = waits_on_stream(group, device)
-    groups = [group if throttle.limit is None else sibling(group, device)]
-    if not inline:
-        groups += [sibling(group, device) for _ in range(rounds - 1)]
-    groups = [throttle.through(g) for g in groups]
+    members: dict[Scope, Sequence[int] | None] = {"world": None}
+    if hierarchy is not None:
+        members = {"local": hierarchy.local_ranks, "inter": hierarchy.counterparts}
+    needed = [tuple(members)] if inline else scopes(rounds, hierarchy)
+    groups: list[dict[Scope, Any]] = []
+    for i, lane in enumerate(needed):
+        own = i == 0 and hierarchy is None and throttle.limit is None  # the first round goes over the model's own
+        made = {scope: group if own else sibling(group, device, members[scope]) for scope in lane}
+        groups.append({scope: g if scope == "local" else throttle.through(g) for scope, g in made.items()})
 
     def lost(label: str, error: BaseException) -> PeerLost:
         who = roll_call(group, key, world, timeout=5.0)
         return PeerLost(f"rank {world.rank} of {world.size} could not exchange {label}: {error}; {who}")
 
-    return Sequencer(groups, world.size, lost, inline=inline)
+    return Sequencer(groups, lost, inline=inline)

@@ -14,12 +14,15 @@ from commlib.backward import at_end_of_backward, wait
 from commlib.checkpoint import StateDict, from_state, to_state
 from commlib.collective import Rounds, lockstep
 from commlib.compressor import Memory
-from commlib.exchange import EXCHANGES
+from commlib.errors import PeerLost
+from commlib.exchange import EXCHANGES, hierarchical
 from commlib.exchange.item import Item, Seeds, World
 from commlib.exchange.valve import Throttle
 from commlib.factors.layers import FactorLayers
 from commlib.groups import check_limit, deadline, group_of, make_sequencer, sibling
 from commlib.handshake import agree, answer_roll_call, meeting_place, publish_failure
+from commlib.hierarchy import share
+from commlib.levels import cuts, find, fit, rules_of
 from commlib.loss_scale import LossScale
 from commlib.manager.board import Board
 from commlib.manager.manager import Manager
@@ -28,7 +31,7 @@ from commlib.model import inside, trained_parameters
 from commlib.pace import RateLimit
 from commlib.policy import Exact, Policy
 from commlib.route import Plan, Route, Rules
-from commlib.setup import Setup, check_count
+from commlib.setup import Setup, check_numbers
 from commlib.stats import Meter, Stats
 from commlib.steps import Steps
 
@@ -57,6 +60,8 @@ class HookState:
         seed: of the random codecs.
         timeout: seconds to wait for the other ranks here.
         limit: of what this rank sends, as ``"50mbit"`` or a :class:`RateLimit`; the same on every rank. CPU, Gloo.
+        hierarchy: True (nodes by torchrun's environment) or a DeviceMesh of dimensions (nodes, local): gradients are
+            summed inside a node, and routes go between nodes (docs/hierarchy.md). None: flat.
 
     Raises:
         ValueError, TypeError: a bad option, rule or model.
@@ -76,17 +81,19 @@ class HookState:
         seed: int = 0,
         timeout: float = 300.0,
         limit: RateLimit | str | None = None,
+        hierarchy: Any = None,
     ) -> None:
         self._group = group_of(module, process_group)
         self.world = World(dist.get_rank(self._group), dist.get_world_size(self._group))
         self._key = meeting_place(self._group, self.world)
         try:
-            for name, value in (("dense_steps", dense_steps), ("min_size", min_size), ("seed", seed)):
-                check_count(name, value)
-            if not timeout > 0:
-                raise ValueError(f"timeout must be a number of seconds > 0, got {timeout!r}")
+            check_numbers(timeout, dense_steps=dense_steps, min_size=min_size, seed=seed)
             limit = RateLimit.of(limit)
-            setup = Setup.of(module, self._group, compressor, min_size)
+            self._levels, about = find(hierarchy, self._group, self._key, self.world, timeout)
+            between = self.world if self._levels is None else self._levels.inter
+            setup = Setup.of(module, self._group, rules_of(compressor, self._levels), min_size, between.size)
+            self._plan = fit(setup.plan, compressor, self._levels, about)
+            self._cuts = cuts(self._plan, self._levels)
             check_limit(limit, setup.device, deadline(self._group, setup.device))
             self._scale = LossScale(scaler, module)
             on, seeds = weakref.WeakMethod(self._with_factors), weakref.WeakMethod(self._row_seeds)
@@ -100,7 +107,7 @@ class HookState:
         if self._factors is not None and not setup.chosen_later:  # or unlike ranks just do not choose them
             terms |= self._factors.terms()
         agree(self._group, self._key, {**terms, **setup.terms()}, self.world, timeout)
-        self._plan, specs = setup.plan, setup.specs
+        specs = setup.specs
         self._names = {id(p): n for n, p in trained_parameters(inside(module)).items()}
         self._specs = {s.name: s for s in specs}
         self._dense_steps, self._seed = dense_steps, seed
@@ -111,7 +118,7 @@ class HookState:
         self._lost_key = f"{self._key}/lost"
         self._throttle = Throttle(limit, setup.rounds() + (self._factors is not None))
         self._sequencer = make_sequencer(
-            self._group, self._lost_key, self.world, setup.device, setup.rounds(), self._throttle
+            self._group, self._lost_key, self.world, setup.device, setup.rounds(), self._throttle, self._levels
         )
         weakref.finalize(self, self._sequencer.close, wait=False)
         weakref.finalize(self, self._throttle.close, wait=False)
@@ -146,7 +153,8 @@ class HookState:
         """Bytes and seconds since attach, on this rank. On CUDA waits for what was timed."""
         self._steps.settle()
         routes = {p.spec.name: (str(p.route), p.spec.numel) for p in self._plan}
-        return Stats.of(self._steps.count, self._steps.skipped, self._sequencer.wire_bytes, routes, self._meters)
+        sent, between = self._sequencer.wire_bytes, self._sequencer.inter_bytes
+        return Stats.of(self._steps.count, self._steps.skipped, sent, routes, self._meters, between)
 
     def state_dict(self) -> StateDict:
         """This rank's residuals and step count: copies in unscaled units, valid at any time between steps.
@@ -154,7 +162,7 @@ class HookState:
         Every rank has its own; save them all. :func:`commlib.merge_state_dicts` makes one of them.
         """
         self._steps.settle()
-        return to_state(self._plan, self._store, self.world, self._steps.count)
+        return to_state(self._plan, self._store, self.world, self._steps.count, self._levels)
 
     def load_state_dict(self, state: StateDict, *, drop_residuals: bool = False) -> None:
         """Takes over a state: this rank's own (same world size and routes), or a merged one (any).
@@ -167,7 +175,8 @@ class HookState:
             CheckpointMismatch: another model, or ranks missing; nothing is changed then.
         """
         self._steps.settle()
-        self._steps.resume(from_state(state, self._plan, self._store, self.world, drop_residuals=drop_residuals))
+        count = from_state(state, self._plan, self._store, self.world, self._levels, drop_residuals=drop_residuals)
+        self._steps.resume(count)
         self._watched = True  # a route without memory may have to send what is pending
 
     def discard_step(self) -> None:
@@ -226,8 +235,14 @@ class HookState:
         if self._manager is not None:
             self._manager.backward_ended()
         for future in self._steps.under_way():
-            wait(future, lambda: answer_roll_call(self._group, self._lost_key, self.world))
+            wait(future, self._meanwhile)
         self._review()
+
+    def _meanwhile(self) -> None:
+        found = answer_roll_call(self._group, self._lost_key, self.world)
+        if found:
+            what = f"rank {self.world.rank} of {self.world.size} could not exchange buckets of step {self._steps.count}"
+            raise self._sequencer.give_up(PeerLost(f"{what}: another rank has given up; {found}"))
 
     def _review(self) -> None:
         """Between two steps: routes may change now. (A rank that has joined comes here once it has issued its part.)"""
@@ -235,8 +250,11 @@ class HookState:
             self._plan = self._manager.plan(self._plan)
 
     def _rounds(self, routes: dict[str, list[Item]], buffer: Tensor) -> Rounds:
-        whole = buffer if len(routes) == 1 else None
-        yield from lockstep([EXCHANGES[name].rounds(items, self.world, whole) for name, items in routes.items()])
+        if self._levels is not None:
+            yield from hierarchical.rounds(routes, self._cuts, self._levels.local, self._levels.inter)
+        else:
+            whole = buffer if len(routes) == 1 else None
+            yield from lockstep([EXCHANGES[name].rounds(items, self.world, whole) for name, items in routes.items()])
         if self._watched:
             self._steps.check(buffer)
 
@@ -262,15 +280,16 @@ class HookState:
         if spec.dtype != grad.dtype:  # DDP's mixed precision reduces in another dtype
             spec = dataclasses.replace(spec, dtype=grad.dtype)
         meter.dense += 2 * (self.world.size - 1) / self.world.size * spec.nbytes
+        part = share(self._plan.layers[name].route, spec, self.world, self._levels)
         owner = Memory({}, {})
-        stripe = route.carrier().owned(codec, spec, self.world)
+        stripe = route.carrier().owned(codec, part.spec, part.world)
         if stripe is not None:
-            owner = self._store.owner(spec, codec.slots(stripe.spec), stripe.start)
-        memory = self._store.memory(spec, codec.slots(spec))
+            owner = self._store.owner(spec, codec.slots(stripe.spec), part.start + stripe.start)
+        memory = self._store.memory(spec, codec.slots(part.spec), prefix=part.prefix, start=part.start)
         trip = None
         if route.exchange == "factors" and self._factors is not None and spec.layer is not None:
             trip = self._factors.trip(spec.layer)
-        if self._store.drain(spec, grad, self.world.size) and trip is not None:
+        if self._store.drain(spec, grad, self.world.size, part.world.size) and trip is not None:
             trip.late = True  # what was added is in no rows
         return Item(spec, codec, grad, memory, Seeds(self._seed, self._steps.count, name), meter, owner, trip)
 

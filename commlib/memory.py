@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from commlib.compressor import LayerSpec, Memory, Slot, init_slot
-
-_OWNER = "owner."  # prefix of the slots of a stripe's owner
+from commlib.slots import NODE, OWNER
 
 
 @dataclasses.dataclass
@@ -64,9 +63,9 @@ class MemoryStore:
 
     def owner(self, spec: LayerSpec, slots: Mapping[str, Slot], start: int) -> Memory:
         """The slots for the stripe of the layer that this rank owns, from row ``start``."""
-        return self.memory(spec, slots, prefix=_OWNER, start=start)
+        return self.memory(spec, slots, prefix=OWNER, start=start)
 
-    def drain(self, spec: LayerSpec, grad: Tensor, world: int) -> bool:
+    def drain(self, spec: LayerSpec, grad: Tensor, world: int, nodes: int) -> bool:
         """Adds to a layer's gradient what its earlier routes have held back, where this step's does not ask for it.
 
         Nothing is held then, once the step is committed. To be called when the step's own slots have been asked for.
@@ -75,6 +74,7 @@ class MemoryStore:
             spec: the layer.
             grad: its local gradient, of any shape.
             world: number of ranks. What a stripe's owner has held back is a part of the mean, so it counts P times.
+            nodes: N under a hierarchy. What was held back of the mean over a node counts P/N times.
 
         Returns:
             Whether there was any.
@@ -85,11 +85,10 @@ class MemoryStore:
             if pair.slot.role == "pending" and not pair.written and pair.filled[pair.live]
         ]
         for key, pair in held:
-            value, target = pair.tensors[pair.live], grad.view(spec.shape)
-            if key.startswith(_OWNER):
-                target[pair.start : pair.start + len(value)].add_(value, alpha=world)
-            else:
-                target.add_(value)
+            value, rows = pair.tensors[pair.live], grad.view(spec.shape or (1,))
+            times = world if key.startswith(OWNER) else world / nodes if key.startswith(NODE) else 1
+            value = value.view(-1, *rows.shape[1:])
+            rows[pair.start : pair.start + len(value)].add_(value, alpha=times)
             pair.tensors[1 - pair.live].zero_()
             self._will_write(pair, filled=False)
         return bool(held)

@@ -29,6 +29,7 @@ _HEAD: Mapping[str, _Check] = {
     **dict.fromkeys(("commlib", "about"), _TEXT),
     "schema": _COUNT,
     "world_size": (lambda v: type(v) is int and v > 0, "a whole number > 0"),
+    "local_size": (lambda v: v is None or (type(v) is int and v > 1), "a whole number > 1, or null"),
     "layers": (lambda v: isinstance(v, list), "a list"),
 }
 _LAYER: Mapping[str, _Check] = {
@@ -46,6 +47,7 @@ def to_text(plan: Plan) -> str:
     for route, name in {str(p.route): p.spec.name for p in plan}.items():
         _route(route, plan.world, f"the plan cannot be saved: layer {name!r}")
     head = {"schema": SCHEMA, "commlib": commlib.__version__, "world_size": plan.world, "about": plan.about}
+    head |= {"local_size": plan.local} if plan.local > 1 else {}  # under a hierarchy; world_size counts nodes then
     return json.dumps({**head, "layers": [_entry(p) for p in plan]}, indent=1) + "\n"
 
 
@@ -101,7 +103,7 @@ def from_text(text: str, origin: str) -> Plan:
         route = routes[e["route"]] = routes.get(e["route"]) or _route(e["route"], world, where)
         times = e.get("predicted_s"), e.get("measured_s")
         layers[spec.name] = PlannedLayer(spec, route, _dense(route, world), e["reason"], *times)
-    return Plan(layers, world, found["about"])
+    return Plan(layers, world, found["about"], found.get("local_size") or 1)
 
 
 def pin(plan: Plan, specs: Sequence[LayerSpec], world: int) -> Plan:

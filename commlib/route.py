@@ -14,6 +14,7 @@ from typing import Any
 from commlib.compressor import Compressor, LayerSpec
 from commlib.errors import unknown
 from commlib.exchange import EXCHANGES, Exchange
+from commlib.exchange.scatter_gather import stripes
 from commlib.feedback import ErrorFeedback
 from commlib.registry import make
 
@@ -105,11 +106,19 @@ class PlannedLayer:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Layer by layer, how gradients travel. Prints as a table."""
+    """Layer by layer, how gradients travel. Prints as a table.
+
+    Attributes:
+        layers: by parameter name.
+        world: ranks, or under a hierarchy nodes: those that a route connects.
+        about: a line on the whole.
+        local: ranks on each node under a hierarchy, each of which exchanges a stripe of every layer; otherwise 1.
+    """
 
     layers: Mapping[str, PlannedLayer]
     world: int
     about: str = ""
+    local: int = 1
 
     def __iter__(self) -> Iterator[PlannedLayer]:
         return iter(self.layers.values())
@@ -142,7 +151,11 @@ class Plan:
     def because(self, about: str, reason: str) -> Plan:
         """The same routes for another reason."""
         layers = {n: dataclasses.replace(p, reason=reason) for n, p in self.layers.items()}
-        return Plan(layers, self.world, about)
+        return Plan(layers, self.world, about, self.local)
+
+    def noted(self, about: str, *, local: int = 1) -> Plan:
+        """The same plan, with one more thing to say about it, and with so many ranks on a node."""
+        return dataclasses.replace(self, about="; ".join(filter(None, [self.about, about])), local=local)
 
     def describe(self) -> dict[str, str]:
         """Name → ``shape dtype route``: what every rank must agree on."""
@@ -157,8 +170,8 @@ class Plan:
         return "\n".join([*filter(None, [self.about]), *(line.rstrip() for line in lines)])
 
     def _row(self, p: PlannedLayer) -> list[str]:
-        sent = p.route.carrier().wire_bytes(p.route.codec, p.spec, self.world)
-        full = 2 * (self.world - 1) / self.world * p.spec.nbytes
+        ranks = self.world * self.local
+        sent, full = self._sent(p), 2 * (ranks - 1) / ranks * p.spec.nbytes
         known = not math.isnan(sent)
         share = f"1/{full / sent:.1f}" if sent and known else "-"
         times = ["-" if s is None else f"{s * 1e3:.3g}" for s in (p.predicted_s, p.measured_s)]
@@ -171,6 +184,13 @@ class Plan:
             *times,
             p.reason,
         ]
+
+    def _sent(self, p: PlannedLayer) -> float:
+        """Bytes that the busiest rank sends by a route in a step: under a hierarchy, to other nodes."""
+        carry = p.route.carrier().wire_bytes
+        if self.local == 1:
+            return carry(p.route.codec, p.spec, self.world)
+        return max(carry(p.route.codec, s.spec, self.world) for s in stripes(p.route.codec, p.spec, self.local))
 
 
 def plan_file() -> Any:

@@ -41,7 +41,14 @@ class Setup:
     policy: str = ""
 
     @classmethod
-    def of(cls, module: nn.Module, group: Any, compressor: Rules | Policy | Plan, min_size: int) -> Setup:
+    def of(
+        cls,
+        module: nn.Module,
+        group: Any,
+        compressor: Rules | Policy | Plan,
+        min_size: int,
+        world: int | None = None,
+    ) -> Setup:
         """For a model.
 
         Args:
@@ -49,10 +56,12 @@ class Setup:
             group: process group.
             compressor: as :class:`commlib.HookState` takes it.
             min_size: layers with fewer values stay dense.
+            world: ranks that a route connects, if they are not the group's: under a hierarchy, nodes.
 
         Raises:
             ValueError, TypeError: a bad rule or model.
         """
+        world = group.size() if world is None else world
         specs = layer_specs(inside(module), getattr(module, "parameters_to_ignore", ()))
         device = one_device(specs)
         policy = policy_of(compressor)
@@ -61,10 +70,10 @@ class Setup:
         if policy is not None:
             return cls._chosen_later(module, group, specs, policy, min_size)
         if isinstance(compressor, Plan):
-            plan = pin(compressor, specs, group.size())
+            plan = pin(compressor, specs, world)
         else:
             rules = cast(Rules, compressor)  # no policy
-            plan = make_plan(specs, rules, world=group.size(), min_size=min_size)
+            plan = make_plan(specs, rules, world=world, min_size=min_size)
         sent = {p.spec.layer for p in plan if p.route.exchange == "factors"}
         if sent and waits_on_stream(group, device):
             raise ValueError("factors are not exchanged over NCCL yet: use Gloo, or another route")
@@ -122,10 +131,13 @@ class Setup:
         return any(p.route.codec.slots(p.spec) or p.route.codec.random for plan in self.plans for p in plan)
 
 
-def check_count(name: str, value: object) -> None:
-    """Raises ValueError if it is no whole number ≥ 0."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name} must be a whole number ≥ 0, got {value!r}")
+def check_numbers(timeout: float, **counts: object) -> None:
+    """Raises ValueError if the timeout is not above 0, or one of the counts no whole number ≥ 0."""
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name} must be a whole number ≥ 0, got {value!r}")
+    if not timeout > 0:
+        raise ValueError(f"timeout must be a number of seconds > 0, got {timeout!r}")
 
 
 def _no_choice(module: nn.Module, group: Any, device: torch.device) -> str:

@@ -13,8 +13,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from commlib.collective import AllGather, AllReduce, AllToAll, Collective, Rounds
+from commlib.collective import AllGather, AllReduce, AllToAll, Among, Collective, Rounds, scope_of
+from commlib.exchange import hierarchical
 from commlib.exchange.item import Item, Seeds, World
+from commlib.hierarchy import Hierarchy, share
 from commlib.layer import LayerSpec
 from commlib.memory import MemoryStore
 from commlib.route import Route, Rule, resolve
@@ -23,8 +25,12 @@ from commlib.stats import Meter
 T = TypeVar("T", AllReduce, AllGather, AllToAll)
 
 
-def run(ranks: Sequence[Rounds]) -> None:
+def run(ranks: Sequence[Rounds], local: int = 1) -> None:
     """Drives one exchange per rank to its end, round by round.
+
+    Args:
+        ranks: one exchange a rank.
+        local: ranks on each node, which are neighbours in rank order.
 
     Raises:
         ValueError: the ranks ask for different collectives, or one of them ends before the others.
@@ -36,7 +42,8 @@ def run(ranks: Sequence[Rounds]) -> None:
         if any(b is None for b in batches) or len({len(b or ()) for b in batches}) > 1:
             raise ValueError("the ranks issue different numbers of collectives: a real group would hang here")
         for calls in zip(*(b for b in batches if b is not None), strict=True):
-            _carry_out(calls)
+            for part in _parts(calls, local):
+                _carry_out(part)
 
 
 def exchange_once(
@@ -46,6 +53,7 @@ def exchange_once(
     stores: Sequence[MemoryStore] | None = None,
     step: int = 0,
     seed: int = 0,
+    local: int = 1,
 ) -> list[Tensor]:
     """One step of one layer on as many ranks as there are gradients.
 
@@ -55,6 +63,8 @@ def exchange_once(
         stores: one a rank, for codecs with memory; committed. Fresh ones by default.
         step: seeds random codecs, together with ``seed``.
         seed: see :class:`commlib.HookState`.
+        local: ranks on each node, neighbours in rank order; more than one is a hierarchy, in which the rule goes
+            between nodes. Divides the number of gradients.
 
     Returns:
         What each rank holds afterwards: the mean as the codec transmits it.
@@ -62,15 +72,28 @@ def exchange_once(
     size = len(gradients)
     stores = stores or [MemoryStore() for _ in gradients]
     results = [g.clone().contiguous() for g in gradients]
-    route = resolve(rule, size)
-    ranks = enumerate(zip(results, stores, strict=True))
-    run([part(route, grad, store, World(rank, size), step=step, seed=seed) for rank, (grad, store) in ranks])
+    nodes = tuple(tuple(range(n, n + local)) for n in range(0, size, local))
+    route = resolve(rule, len(nodes))
+    trips = []
+    for rank, (grad, store) in enumerate(zip(results, stores, strict=True)):
+        levels = Hierarchy(nodes, rank) if local > 1 else None
+        trips.append(part(route, grad, store, World(rank, size), levels, step=step, seed=seed))
+    run(trips, local)
     for store in stores:
         store.commit()
     return results
 
 
-def part(route: Route, grad: Tensor, store: MemoryStore, world: World, *, step: int, seed: int) -> Rounds:
+def part(
+    route: Route,
+    grad: Tensor,
+    store: MemoryStore,
+    world: World,
+    levels: Hierarchy | None = None,
+    *,
+    step: int,
+    seed: int,
+) -> Rounds:
     """One rank's part in exchanging one layer.
 
     Args:
@@ -78,17 +101,23 @@ def part(route: Route, grad: Tensor, store: MemoryStore, world: World, *, step: 
         grad: its gradient on this rank, contiguous; overwritten by the mean.
         store: of this rank; not committed.
         world: this rank.
+        levels: nodes, if the exchange has two levels.
         step: seeds random codecs, together with ``seed``.
         seed: see :class:`commlib.HookState`.
     """
     spec = LayerSpec.of(grad, "layer")
     codec = route.codec.at(step)
-    stripe = route.carrier().owned(codec, spec, world)
-    memory = store.memory(spec, codec.slots(spec))
-    owner = store.owner(spec, codec.slots(stripe.spec) if stripe else {}, stripe.start if stripe else 0)
-    store.drain(spec, grad, world.size)
+    own = share(route, spec, world, levels)
+    stripe = route.carrier().owned(codec, own.spec, own.world)
+    slots, start = (codec.slots(stripe.spec), own.start + stripe.start) if stripe else ({}, 0)
+    memory = store.memory(spec, codec.slots(own.spec), prefix=own.prefix, start=own.start)
+    owner = store.owner(spec, slots, start)
+    store.drain(spec, grad, world.size, own.world.size)
     item = Item(spec, codec, grad, memory, Seeds(seed, step, spec.name), Meter(grad.device), owner)
-    return route.carrier().rounds([item], world, None)
+    if levels is None:
+        return route.carrier().rounds([item], world, None)
+    cuts = {spec.name: levels.cut(route.codec, spec)}
+    return hierarchical.rounds({route.exchange: [item]}, cuts, levels.local, levels.inter)
 
 
 def echo(calls: Sequence[Collective], size: int) -> None:
@@ -98,6 +127,17 @@ def echo(calls: Sequence[Collective], size: int) -> None:
             c.out.copy_(c.tensor.repeat(size))
         elif isinstance(c, AllToAll):
             c.out.copy_(torch.split(c.tensor, c.splits)[c.own].repeat(size))
+
+
+def _parts(calls: Sequence[Collective], local: int) -> list[list[Collective]]:
+    """A collective of every rank, as those that each group of ranks carries out by itself."""
+    scopes = {scope_of(c) for c in calls}
+    if len(scopes) > 1:
+        raise ValueError(f"ranks issue collectives of different scopes, {sorted(scopes)}: a real group would hang")
+    bare = [c.call if isinstance(c, Among) else c for c in calls]
+    if scopes == {"local"}:
+        return [bare[i : i + local] for i in range(0, len(bare), local)]
+    return [bare[i::local] for i in range(local)] if scopes == {"inter"} else [bare]
 
 
 def _carry_out(calls: Sequence[Collective]) -> None:

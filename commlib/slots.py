@@ -11,6 +11,11 @@ from torch import Tensor
 
 from commlib.layer import LayerSpec
 
+OWNER = "owner."
+"""Prefix of the slots of a stripe's owner: they are in units of the mean over all ranks."""
+NODE = "node."
+"""Prefix of the slots for this rank's stripe of a layer under a hierarchy: in units of the mean over its node."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Slot:

@@ -36,6 +36,7 @@ class Stats:
         seconds: by phase. ``wire`` runs from issue to completion, so it includes waiting for slower
             ranks and for the link, and the wires of several buckets may overlap in time.
         layers: by parameter name.
+        inter_bytes: those of ``wire_bytes`` that went to other nodes; None without a hierarchy, for nobody knows.
     """
 
     steps: int
@@ -44,6 +45,7 @@ class Stats:
     dense_bytes: int
     seconds: dict[str, float]
     layers: dict[str, LayerStats]
+    inter_bytes: int | None = None
 
     @property
     def ratio(self) -> float:
@@ -58,6 +60,7 @@ class Stats:
         wire_bytes: float,
         routes: Mapping[str, tuple[str, int]],
         meters: Mapping[str, Meter],
+        inter_bytes: float | None = None,
     ) -> Stats:
         """From what was counted.
 
@@ -67,6 +70,7 @@ class Stats:
             wire_bytes: sent.
             routes: layer → its route and number of values.
             meters: by the same names.
+            inter_bytes: sent to other nodes, if that is known.
         """
         layers = {}
         for name, (route, numel) in routes.items():
@@ -74,7 +78,8 @@ class Stats:
             layers[name] = LayerStats(route, numel, round(meter.wire), round(meter.dense), meter.seconds())
         seconds = {phase: sum(layer.seconds[phase] for layer in layers.values()) for phase in PHASES}
         dense = round(sum(m.dense for m in meters.values()))
-        return cls(steps, skipped, round(wire_bytes), dense, seconds, layers)
+        inter = None if inter_bytes is None else round(inter_bytes)
+        return cls(steps, skipped, round(wire_bytes), dense, seconds, layers, inter)
 
 
 class Meter:

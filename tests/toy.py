@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -95,6 +97,19 @@ class Trainer:
         """Ends the hook's threads."""
         if self.comm is not None:
             self.comm.close()
+
+
+@contextmanager
+def torchrun(world: World, local: int) -> Iterator[None]:
+    """What torchrun would set for a rank, with so many on each node."""
+    node, place = divmod(world.rank, local)
+    made = {"GROUP_RANK": node, "LOCAL_RANK": place, "LOCAL_WORLD_SIZE": local}
+    os.environ.update({k: str(v) for k, v in made.items()})
+    try:
+        yield
+    finally:
+        for name in made:
+            del os.environ[name]
 
 
 def same_everywhere(world: World, x: Tensor) -> bool:

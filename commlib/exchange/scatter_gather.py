@@ -7,6 +7,7 @@ the codec's boundaries, never per bucket: so residuals do not depend on how DDP 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -21,7 +22,11 @@ ROUNDS = 2
 
 
 def stripes(codec: Compressor, spec: LayerSpec, world: int) -> list[Stripe]:
-    """One contiguous stripe a rank; what does not divide goes to the low ranks, some may be empty."""
+    """One contiguous stripe a rank; what does not divide goes to the low ranks, some may be empty.
+
+    A scalar is one row.
+    """
+    spec = spec if spec.shape else dataclasses.replace(spec, shape=(1,))
     height, unit = spec.shape[0], codec.stripe_rows(spec)
     units = -(-height // unit)
     cuts = [min(height, unit * (units // world * p + min(p, units % world))) for p in range(world + 1)]

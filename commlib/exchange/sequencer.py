@@ -12,8 +12,19 @@ rank to rank, and collectives that do not match hang or corrupt. So:
 
 Nothing waits in a callback, and the autograd thread waits for nothing.
 
+With a hierarchy a round's collectives are of other ranks (``Scope``), and a lane has one process group for each scope
+it may meet. Both arguments still hold:
+
+* A process group belongs to one lane of each of its ranks, and to the same one: lanes and groups are made alike. Which
+  buckets ask for which scope in round i follows from the routes, which all ranks share. So each group still sees one
+  sequence, that of the buckets, less those that do not need it: the same on all its ranks.
+* Groups overlap, so a rank waits for others that wait for third ones. But for bucket b's round i to be issued, on
+  whatever rank, only its round i − 1 must complete and the lane be past bucket b − 1; and it completes once the ranks
+  of its groups have issued it, and what these groups had before. Every such step goes to a smaller i, or to a smaller
+  b with the same i. So a chain of waits has an end and is no cycle, whichever ranks are in which group.
+
 Where waiting is not blocking (NCCL: ``wait`` makes the current stream wait), no lanes are needed: the hook's
-thread enqueues all rounds of a bucket on a side stream at once, on one communicator, in bucket order.
+thread enqueues all rounds of a bucket on a side stream at once, on one communicator a scope, in bucket order.
 """
 
 from __future__ import annotations
@@ -23,13 +34,13 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from commlib.collective import Collective, Rounds
+from commlib.collective import Collective, Rounds, Scope, scope_of
 
 
 @dataclasses.dataclass
@@ -47,16 +58,19 @@ class Sequencer:
     """Drives exchanges to their end.
 
     Args:
-        groups: one process group a round; with one group only, all rounds are issued inline (NCCL).
-        world: number of ranks.
+        groups: for each round, scope → process group; inline there is one entry for all rounds.
         lost: turns a failed collective into the error to raise, given (what, the backend's error).
+        inline: waiting does not block (NCCL).
     """
 
     def __init__(
-        self, groups: Sequence[Any], world: int, lost: Callable[[str, BaseException], BaseException], *, inline: bool
+        self,
+        groups: Sequence[Mapping[Scope, Any]],
+        lost: Callable[[str, BaseException], BaseException],
+        *,
+        inline: bool,
     ) -> None:
         self._groups = list(groups)
-        self._world = world
         self._lost = lost
         self._inline = inline
         self._queues: list[queue.SimpleQueue[_Trip | None]] = []
@@ -64,7 +78,7 @@ class Sequencer:
         self._streams: dict[torch.device, Any] = {}
         self._failed: BaseException | None = None
         self._failing = threading.Lock()
-        self._sent = [0.0] * len(self._groups)  # bytes by lane: each is written by one thread only
+        self._sent = [dict.fromkeys(g, 0.0) for g in self._groups]  # bytes by lane: each is written by one thread only
 
     def submit(self, label: str, rounds: Rounds, result: Tensor) -> torch.futures.Future[Tensor]:
         """Starts an exchange; returns at once (on a blocking backend) with a future of ``result``.
@@ -90,18 +104,31 @@ class Sequencer:
             self._queues[0].put(trip)
         return future
 
+    def give_up(self, error: BaseException) -> BaseException:
+        """Nothing more is issued. Returns what every later bucket fails with: ``error``, or one that came before."""
+        with self._failing:
+            self._failed = self._failed or error
+        return self._failed
+
     def close(self, *, wait: bool = True) -> None:
         """Ends the lanes once their buckets are through; with ``wait``, stays until they have ended, at most 5 s."""
         for q in self._queues[:1]:  # a lane passes the end on, behind the buckets it has passed on
             q.put(None)
+        end = time.monotonic() + 5.0
         for t in self._threads if wait else ():
-            t.join(timeout=5.0)  # one that waits for a lost rank ends at the group's own deadline
+            t.join(max(0.0, end - time.monotonic()))  # one that waits for a lost rank ends at its group's deadline
         self._queues, self._threads = [], []
 
     @property
     def wire_bytes(self) -> float:
         """Bytes this rank has sent."""
-        return sum(self._sent)
+        return sum(sum(lane.values()) for lane in self._sent)
+
+    @property
+    def inter_bytes(self) -> float | None:
+        """Those of them that it has sent to other nodes; None if no lane knows of nodes."""
+        known = [lane["inter"] for lane in self._sent if "inter" in lane]
+        return sum(known) if known else None
 
     # -- lanes ----------------------------------------------------------------------------------
 
@@ -155,9 +182,9 @@ class Sequencer:
             self._failed = e
             _set_error(trip, e)
             return
-        group = self._groups[0 if self._inline else lane]
+        groups = self._groups[0 if self._inline else lane]
         try:
-            trip.works = [(c.issue(group), c, time.perf_counter()) for c in batch]
+            trip.works = [(c.issue(groups[scope_of(c)]), c, time.perf_counter()) for c in batch]
         except Exception as e:
             self._fail(trip, e)
             return
@@ -165,8 +192,9 @@ class Sequencer:
             self._count(c, lane)
 
     def _count(self, c: Collective, lane: int) -> None:
-        sent = c.wire_bytes(self._world)
-        self._sent[lane] += sent
+        scope = scope_of(c)
+        sent = c.wire_bytes(self._groups[lane][scope].size())
+        self._sent[lane][scope] += sent
         total = sum(n for _, n in c.payers) or 1
         for meter, n in c.payers:
             meter.wire += sent * n / total

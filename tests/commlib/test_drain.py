@@ -72,7 +72,7 @@ def drained(store: MemoryStore) -> float:
     """What a step of a codec without memory finds; it is neither committed nor discarded yet."""
     grad = torch.zeros(12)
     store.memory(SPEC, {})
-    assert store.drain(SPEC, grad, 2) is bool(grad.any())
+    assert store.drain(SPEC, grad, 2, 2) is bool(grad.any())
     assert grad.unique().numel() == 1
     return float(grad[0])
 
@@ -108,7 +108,7 @@ def test_a_stripe_counts_as_often_as_there_are_ranks():
     store.commit()
     grad = torch.zeros(4, 3)
     store.memory(SPEC, {})
-    store.drain(SPEC, grad, 2)
+    store.drain(SPEC, grad, 2, 2)
     assert grad[:, 0].tolist() == [0.0, 10.0, 10.0, 0.0]
 
 
@@ -120,7 +120,7 @@ def test_a_stripe_cut_elsewhere_is_drained_and_not_taken_for_the_new_one():
     fresh = store.owner(SPEC, {"residual": Slot((2, 3))}, 2)
     assert not fresh.old["residual"].any()
     fresh.new["residual"].fill_(7.0)
-    store.drain(SPEC, grad, 2)
+    store.drain(SPEC, grad, 2, 2)
     store.commit()
     assert grad[:, 0].tolist() == [2.0, 2.0, 0.0, 0.0]
     assert store.owner(SPEC, {"residual": Slot((2, 3))}, 2).old["residual"].unique().tolist() == [7.0]

@@ -1,0 +1,163 @@
+"""A hierarchy over real processes, as nodes × local ranks: replicas, plain DDP, bytes, delays."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commlib
+from commlib.exchange import sequencer
+from commlib.exchange.item import World
+from fleet import Fleet
+from toy import Trainer, same_everywhere, torchrun
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # seconds; on a quiet machine a tenth of it
+
+SHAPES = [(2, 2), (3, 2), (2, 3)]
+ROUTES = ("none", "fp16", "onebit@gather", "onebit@scatter_gather", "int8@scatter_gather", "dgc:ratio=0.05", "qsgd")
+MIXED = {"0.*": "onebit@scatter_gather", "2.*": "none", "*": "topk:ratio=0.1@gather"}
+
+
+def trainer(world: World, rule: Any, local: int, **options: Any) -> Trainer:
+    with torchrun(world, local):
+        return Trainer(world, rule, hierarchy=True, **options)
+
+
+class Odd(nn.Module):
+    """Layers that do not share out evenly: one row, one value, a scalar, primes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.a, self.b, self.one = nn.Linear(11, 13), nn.Linear(13, 1), nn.Parameter(torch.ones(1))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(torch.tanh(self.a(x))) * self.scale + self.one
+        return out
+
+
+def replicas(world: World, local: int, rules: list[Any]) -> list[tuple[str, str, int, int]]:
+    found = []
+    for rule in rules:
+        t = trainer(world, rule, local)
+        finite = t.train(20)
+        stats = t.comm.stats()
+        t.close()
+        assert stats.steps == 20
+        assert all(finite)
+        assert same_everywhere(world, t.weights()), rule
+        assert stats.inter_bytes is not None
+        found.append((str(rule), t.comm.plan.about, stats.wire_bytes, stats.inter_bytes))
+    return found
+
+
+@pytest.mark.parametrize(("nodes", "local"), SHAPES)
+def test_replicas_are_bitwise_equal_after_20_steps(fleet: Fleet, nodes: int, local: int):
+    reports = fleet.run(nodes * local, replicas, local, [*ROUTES, MIXED])
+    for _, about, wire, inter in (row for report in reports for row in report):
+        assert about == f"dense inside a node of {local}, routes between {nodes} nodes"
+        assert 0 < inter < wire
+    # between nodes all ranks together send 2(N−1) gradients, and inside every node 2(L−1)
+    values = 4 * (64 * 48 + 48 + 48 * 48 + 48 + 48 * 5 + 5)
+    assert sum(report[0][3] for report in reports) == pytest.approx(20 * 2 * (nodes - 1) * values, abs=10)
+    inside = sum(report[0][2] - report[0][3] for report in reports)
+    assert 20 * 2 * nodes * (local - 1) * values <= inside + 10 < 1.1 * 20 * 2 * nodes * (local - 1) * values
+
+
+def gradients(world: World, module: nn.Module, x: Tensor, local: int | None, rule: str = "none") -> list[Tensor]:
+    ddp = DistributedDataParallel(module, bucket_cap_mb=0.0005)
+    comm = None
+    if local is not None:
+        with torchrun(world, local):
+            comm = commlib.attach(ddp, rule, hierarchy=True, min_size=0)
+    for _ in range(2):  # DDP makes its buckets anew after the first
+        module.zero_grad()
+        ddp(x).sum().backward()
+    if comm is not None:
+        comm.close()
+    return [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
+def odd_model(world: World, local: int) -> float:
+    x = torch.randn(4, 11, generator=torch.Generator().manual_seed(world.rank))
+    plain = gradients(world, Odd(), x, None)
+    levels = gradients(world, Odd(), x, local)
+    assert len(plain) == len(levels) == 6
+    assert same_everywhere(world, torch.cat([g.view(-1) for g in levels]))
+    return max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(plain, levels, strict=True))
+
+
+@pytest.mark.parametrize(("nodes", "local"), SHAPES)
+def test_dense_is_plain_ddp_but_for_the_order_of_sums_with_rows_that_do_not_divide(
+    fleet: Fleet, nodes: int, local: int
+):
+    assert max(fleet.run(nodes * local, odd_model, local)) < 2e-6
+
+
+def whole_numbers(world: World, local: int) -> bool:
+    x = torch.randint(-9, 9, (4, 8), generator=torch.Generator().manual_seed(world.rank)).float()
+    plain = gradients(world, nn.Linear(8, 5), x, None)
+    levels = gradients(world, nn.Linear(8, 5), x, local)
+    return all(torch.equal(a, b) for a, b in zip(plain, levels, strict=True))
+
+
+def test_with_whole_numbers_dense_is_plain_ddp_exactly(fleet: Fleet):
+    assert fleet.run(4, whole_numbers, 2) == [True] * 4
+
+
+def automatic(world: World, local: int) -> tuple[bool, bool, str]:
+    chosen, dense = trainer(world, "auto", local), trainer(world, "none", local)
+    for t in (chosen, dense):
+        t.train(3)
+        t.close()
+    plan = chosen.comm.plan
+    return torch.equal(chosen.weights(), dense.weights()), chosen.comm.settled, str(plan)
+
+
+def test_auto_is_dense_under_a_hierarchy_and_the_plan_says_why(fleet: Fleet):
+    for same, settled, plan in fleet.run(4, automatic, 2):
+        assert same
+        assert settled
+        assert plan.startswith("dense inside a node of 2, routes between 2 nodes\n")
+        assert "nothing is measured under a hierarchy yet" in plan
+
+
+def delayed(world: World, rule: Any, repetitions: int) -> tuple[bool, bool]:
+    """Trains with a random sleep before every round of every bucket, the hook's too, and without: no difference."""
+    calm = trainer(world, rule, 2, cap=0.001)
+    calm.train(repetitions)
+    calm.close()
+    dice = random.Random(world.rank)
+    original = sequencer.Sequencer._advance
+    naps = 0
+
+    def late(self, trip, lane):
+        nonlocal naps
+        naps += 1
+        time.sleep(dice.random() * 0.004)
+        original(self, trip, lane)
+
+    sequencer.Sequencer._advance = late  # type: ignore[method-assign]
+    try:
+        hasty = trainer(world, rule, 2, cap=0.001)
+        hasty.train(repetitions)
+        hasty.close()
+    finally:
+        sequencer.Sequencer._advance = original  # type: ignore[method-assign]
+    assert naps > 8 * repetitions  # the delays were really there, in every round of more than one bucket
+    return torch.equal(calm.weights(), hasty.weights()), same_everywhere(world, hasty.weights())
+
+
+@pytest.mark.parametrize("size", [4, 6])
+def test_random_delays_between_rounds_change_nothing_in_50_steps(fleet: Fleet, size: int):
+    rule = {"0.*": "onebit@scatter_gather", "2.weight": "int8@gather", "*": "topk:ratio=0.1@gather"}
+    for unchanged, equal in fleet.run(size, delayed, rule, 50):
+        assert unchanged
+        assert equal

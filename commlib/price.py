@@ -49,7 +49,19 @@ def dense(nbytes: int, link: Link) -> Way:
     return Way("dense", sent, link.all_reduce.beta * sent, link.all_reduce.alpha)
 
 
-def factors(n: int, m: int, rows: int, link: Link, *, local_s: float, rebuild_s: float, itemsize: int = 4) -> Way:
+def factors(
+    n: int,
+    m: int,
+    rows: int,
+    link: Link,
+    *,
+    local_s: float,
+    rebuild_s: float,
+    itemsize: int = 4,
+    route: str = "factors",
+    payload: int | None = None,
+    before_s: float = 0.0,
+) -> Way:
     """Rows of a linear layer to all ranks, and one product there (Xie et al., UAI 2016).
 
     Args:
@@ -58,12 +70,16 @@ def factors(n: int, m: int, rows: int, link: Link, *, local_s: float, rebuild_s:
         rows: K of a rank, those that there is room for.
         link: all ranks' common one.
         local_s: seconds of the weight gradient from K rows, which is not computed then.
-        rebuild_s: seconds of the product over all ranks' P·K rows.
+        rebuild_s: seconds of the product over all ranks' P·K rows, and to decompress them.
         itemsize: bytes of a value of the rows.
+        route: its name.
+        payload: bytes of a rank's rows, if they are compressed.
+        before_s: seconds to compress them.
     """
-    sent = (link.world - 1) * (_HEADER + rows * (n + m) * itemsize)
+    sent = (link.world - 1) * (_HEADER + (rows * (n + m) * itemsize if payload is None else payload))
     flags = link.all_reduce.alpha  # whether the rows are all there is: a word, once for a bucket
-    return Way("factors", sent, link.all_gather.seconds(sent), flags, after_s=rebuild_s, saved_s=local_s, early=True)
+    wire = link.all_gather.seconds(sent)
+    return Way(route, sent, wire, flags, before_s, after_s=rebuild_s, saved_s=local_s, early=True)
 
 
 def compressed(

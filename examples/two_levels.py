@@ -46,18 +46,18 @@ for route, hierarchy in (("none", None), ("none", True), ("onebit", True)):
 x = torch.ones(1, 1024)
 steps: dict[str, list[tuple[float, int]]] = {name: [] for name in models}
 for step in range(args.steps + 2):
-    for name, (ddp, _) in models.items():
+    for name, (model, _) in models.items():
         before = sent()
         dist.barrier()
         start = time.perf_counter()
-        ddp(x).sum().backward()
-        seconds = time.perf_counter() - start
+        model(x).sum().backward()
+        took = time.perf_counter() - start
         if step >= 2:
-            steps[name].append((seconds, sent() - before))
+            steps[name].append((took, sent() - before))
 
 if dist.get_rank() == 0:
     for name, figures in steps.items():
-        seconds, crossed = (list(column) for column in zip(*figures, strict=True))
+        seconds, crossed = [s for s, _ in figures], [n for _, n in figures]
         line = {
             "exchange": name,
             "plan": models[name][1].plan.about,
@@ -67,8 +67,8 @@ if dist.get_rank() == 0:
             "to": round(max(seconds), 3),
         }
         print(json.dumps(line), flush=True)
-for _, comm in models.values():
+for ddp, comm in models.values():
     comm.close()
-del ddp, models
+del ddp, comm, model, models
 gc.collect()
 dist.destroy_process_group()

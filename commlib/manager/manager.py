@@ -25,7 +25,7 @@ from commlib.manager.pilot import Pilot
 from commlib.manager.probe import measure_link, measure_product
 from commlib.manager.sheet import Figures, Sheet, slowest
 from commlib.pace import RateLimit
-from commlib.route import Plan, resolve
+from commlib.route import Plan, Route, resolve
 from commlib.setup import Setup
 from commlib.stats import Meter
 
@@ -58,7 +58,8 @@ class Manager:
         self._factors, self._board, self._group, self._world = factors, board, group, world
         self._meters, self._limit = meters, limit
         self._choice, self._policy, self._device = setup.choice, setup.policy, setup.device
-        compressed = {route: plan for route, plan in setup.choice.items() if route != "factors"}
+        self._routes = {name: resolve(name, world.size) for name in setup.choice}
+        compressed = {name: plan for name, plan in setup.choice.items() if not self._routes[name].codec.lossless}
         self._model = Model(setup.specs, factors.names, compressed)
         self._dtypes = {s.layer: s.dtype for s in setup.specs}
         self._codecs: dict[str, Cost] = {}
@@ -158,10 +159,7 @@ class Manager:
         if self.decision.probe:
             measured["link"] = measure_link(self._group, self._world, self._device, self._limit)
             measured["products"] = self._products()
-            if not self._codecs:  # what they cost does not depend on the link
-                compressed = {r: resolve(r, self._world.size) for r in self._choice if r != "factors"}
-                self._codecs = {r: measure(route, self._world, self._device) for r, route in compressed.items()}
-            measured["codecs"] = self._codecs
+            measured["codecs"] = self._codecs = self._codecs or self._costs()  # they do not depend on the link
         terms = self._factors.terms()
         return Figures.of(steps, arithmetic="; ".join(terms.values()), **measured)
 
@@ -172,6 +170,16 @@ class Manager:
             counts = (rows, self._world.size * rows)
             local, rebuilt = (measure_product(n, m, k, dtype, self._device) for k in counts)
             found[name] = (local, rebuilt)
+        return found
+
+    def _costs(self) -> dict[str, Cost]:
+        found = {}
+        for name, route in self._routes.items():
+            if not route.codec.lossless:
+                by = (
+                    Route("gather", route.codec) if route.exchange == "factors" else route
+                )  # every rank decodes them all
+                found[name] = measure(by, self._world, self._device)
         return found
 
     def _wire(self) -> float:
@@ -196,7 +204,9 @@ class Manager:
         self._left = decision.steps
         self._wire_before = self._wire()
         self._factors.watch = decision.watch
-        self._factors.activate([n for n, r in decision.routes.items() if r == "factors"], decision.rows)
+        codecs = {n: self._routes[r].codec for n, r in decision.routes.items() if self._routes[r].exchange == "factors"}
+        compressed = {n: codec for n, codec in codecs.items() if not codec.lossless}
+        self._factors.activate(list(codecs), decision.rows, compressed)
 
 
 def _seconds(meter: Meter) -> float:

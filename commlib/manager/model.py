@@ -9,13 +9,15 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from commlib.choose import Choice, choose, compress_too
+from commlib.compressor import Compressor
+from commlib.factors import payload
 from commlib.layer import LayerSpec
 from commlib.link import Link
 from commlib.manager.codecs import Cost
 from commlib.manager.sheet import Figures
 from commlib.overlap import Bucket, Pass, finish
 from commlib.price import Way, compressed, dense, factors
-from commlib.route import Plan
+from commlib.route import Plan, Route
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +75,9 @@ class Model:
             weight = weights.get(s.layer) if s.layer in layers else None
             shape = None if weight is None else weight.matrix
             self.units.setdefault(name, Unit(name, nbytes[name], shape, s.dtype.itemsize))
-        self._payloads = {route: self._by_unit(route, plan) for route, plan in (compressed or {}).items()}
+        found = {route: _route(route, plan) for route, plan in (compressed or {}).items()}
+        self._row_codecs = {name: r.codec for name, r in found.items() if r.exchange == "factors"}
+        self._payloads = {n: self._by_unit(n, p) for n, p in (compressed or {}).items() if n not in self._row_codecs}
 
     def _by_unit(self, route: str, plan: Plan) -> dict[str, Payload]:
         """The units of which anything goes by it."""
@@ -179,31 +183,29 @@ class Model:
                 others[name] = [way]
         chosen = choose(p, plain, others)
         chosen = dataclasses.replace(chosen, reasons={**chosen.reasons, **reasons})
-        smaller = {
-            name: ways for name in plain if name not in barred and (ways := self._smaller(name, link, codecs or {}))
-        }
-        if smaller:
-            chosen = compress_too(p, chosen, smaller)
+        smaller = {n: self._smaller(n, p, f, link, products, codecs) for n in plain if n not in barred}
+        chosen = compress_too(p, chosen, {n: ways for n, ways in smaller.items() if ways}) if codecs else chosen
         return dataclasses.replace(chosen, dense_s=chosen.dense_s + missing_s, seconds=chosen.seconds + missing_s)
 
-    def _smaller(self, name: str, link: Link, codecs: Mapping[str, Cost]) -> list[Way]:
+    def _smaller(
+        self,
+        name: str,
+        p: Pass,
+        f: Figures,
+        link: Link,
+        products: Mapping[str, tuple[float, float]],
+        codecs: Mapping[str, Cost],
+    ) -> list[Way]:
         """A unit's compressed ways."""
-        ways = []
+        ways: list[Way | str] = []
         for route, cost in codecs.items():
-            x = self._payloads[route].get(name)
-            if x is not None:
-                way = compressed(
-                    route,
-                    x.sent,
-                    link,
-                    gathers=cost.gathers,
-                    reduces=cost.reduces,
-                    before_s=cost.before.seconds(x.values),
-                    after_s=cost.after.seconds(x.values),
-                    plain=x.plain,
-                )
-                ways.append(way)
-        return ways
+            if route in self._row_codecs:
+                ways.append(self._factors(name, p, f, link, products, {}, route, cost))
+            elif (x := self._payloads[route].get(name)) is not None:
+                before, after = cost.before.seconds(x.values), cost.after.seconds(x.values)
+                calls = {"gathers": cost.gathers, "reduces": cost.reduces}
+                ways.append(compressed(route, x.sent, link, **calls, before_s=before, after_s=after, plain=x.plain))
+        return [way for way in ways if not isinstance(way, str)]
 
     def worth_measuring(self, rows: Mapping[str, int], world: int) -> dict[str, tuple[int, int, int]]:
         """Layer → (N, M, rows) where rows would take fewer bytes than the gradient; the others lose in any case."""
@@ -211,9 +213,9 @@ class Model:
         for name, count in rows.items():
             unit = self.units.get(name)
             if unit is not None and unit.shape is not None and world > 1:
-                n, m = unit.shape
-                if (world - 1) * count * (n + m) * unit.itemsize < 2 * (world - 1) / world * unit.nbytes:
-                    found[name] = (n, m, count)
+                sent = min(_rows_nbytes(unit, count, codec) for codec in (None, *self._row_codecs.values()))
+                if (world - 1) * sent < 2 * (world - 1) / world * unit.nbytes:
+                    found[name] = (*unit.shape, count)
         return found
 
     def _dense(self, p: Pass, link: Link) -> dict[str, Way]:
@@ -227,9 +229,11 @@ class Model:
         link: Link,
         products: Mapping[str, tuple[float, float]],
         barred: Mapping[str, str],
+        route: str = "factors",
+        cost: Cost | None = None,
     ) -> Way | str:
         """The way of a unit's rows, or why there is none."""
-        unit = self.units[name]
+        unit, codec = self.units[name], self._row_codecs.get(route)
         if unit.shape is None:
             return "has no other exact way"
         if name in barred:
@@ -238,13 +242,35 @@ class Model:
             return "ranks with unlike CPUs, threads or versions would not multiply rows to the same bits"
         if name not in f.rows or name not in p.rows:
             return "its rows were not seen (compiled, or not used)"
-        if not self.worth_measuring({name: f.rows[name]}, link.world):
-            return f"{f.rows[name]} rows a rank are more bytes than the gradient"
+        rows = f.rows[name]
+        sent = _rows_nbytes(unit, rows, codec)
+        if link.world == 1 or (link.world - 1) * sent >= 2 * (link.world - 1) / link.world * unit.nbytes:
+            return f"{rows} rows a rank are more bytes than the gradient"
         if name not in products:
             return "the products of its rows were not measured"
-        n, m = unit.shape
         local, rebuilt = products[name]
-        return factors(n, m, f.rows[name], link, local_s=local, rebuild_s=rebuilt, itemsize=unit.itemsize)
+        values = rows * sum(unit.shape)
+        before, after = (0.0, 0.0) if cost is None else (cost.before.seconds(values), cost.after.seconds(values))
+        return factors(
+            *unit.shape,
+            rows,
+            link,
+            local_s=local,
+            rebuild_s=rebuilt + after,
+            route=route,
+            payload=sent,
+            before_s=before,
+        )
+
+
+def _route(name: str, plan: Plan) -> Route:
+    return next(p.route for p in plan if str(p.route) == name)
+
+
+def _rows_nbytes(unit: Unit, rows: int, codec: Compressor | None) -> int:
+    """Bytes of a rank's rows."""
+    n, m = unit.shape or (0, 0)
+    return rows * (n + m) * unit.itemsize if codec is None else payload.Payload(n, m, codec).nbytes(payload.Room(rows))
 
 
 def routes(choice: Choice, seen: Mapping[str, float]) -> dict[str, str]:

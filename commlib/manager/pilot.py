@@ -267,7 +267,7 @@ class Pilot:
             return Decision(probe=False)
         shown = self._choice
         changed = routes(choice, self._dense.seen) if choice is not None else {}
-        rows = {n: self._dense.rows[n] for n, r in changed.items() if r == "factors"}
+        rows = {n: self._dense.rows[n] for n in changed if n in self._dense.rows}
         seconds = (shown.seconds if changed else shown.dense_s) + self._dense.rest
         ways = shown.ways if changed else shown.dense
         return Decision(

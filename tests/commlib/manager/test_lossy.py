@@ -69,14 +69,20 @@ def model() -> Model:
     return Model(specs, linear_layers(net()), {ROUTE: make_plan(specs, "onebit", world=4, min_size=1024)})
 
 
+def smaller(m: Model, name: str, f: Figures | None = None, costs: dict[str, Cost] | None = None) -> list[Way]:
+    p = Pass((), {"0": 0.0, "1": 0.0}, 0.0)
+    products = {"0": (0.001, 0.004)}
+    return m._smaller(name, p, f or figures(), LINK, products, costs or {ROUTE: FREE})
+
+
 def test_a_units_payload_is_that_of_its_weight_and_its_bias_goes_beside_it() -> None:
     plan = make_plan(layer_specs(net()), "onebit", world=4, min_size=1024)
     weight = plan.layers["0.weight"]
     sent = weight.route.carrier().wire_bytes(weight.route.codec, weight.spec, 4)
-    (way,) = model()._smaller("0", LINK, {ROUTE: FREE})
+    (way,) = smaller(model(), "0")
     assert way == compressed(ROUTE, sent, LINK, gathers=2, reduces=0, before_s=20000e-12, after_s=20000e-12, plain=400)
     assert way.sent == pytest.approx(sent + 600)
-    assert model()._smaller("2.weight", LINK, {ROUTE: FREE}) == []  # too small for this codec
+    assert smaller(model(), "2.weight") == []  # too small for this codec
 
 
 def figures(**more: Any) -> Figures:
@@ -145,3 +151,32 @@ def test_a_probe_with_which_the_last_steps_could_not_have_been_is_not_believed()
     decision = pilot.review(figures(link=far_slower))
     assert "not believed: 0.08 Mbit/s" in decision.said
     assert (decision.routes, decision.phase, pilot._link) == (routes_before, "steady", before)
+
+
+BY_ROWS = "int8:ef=off@factors"
+
+
+def test_compressed_rows_are_a_way_where_rows_were_seen_and_their_products_measured() -> None:
+    specs, cost = layer_specs(net()), Cost(Line(0.0, 1e-6), Line(0.0, 2e-6), 1, 0)
+    plan = make_plan(specs, BY_ROWS, world=4, min_size=1024)
+    m = Model(specs, linear_layers(net()), {BY_ROWS: plan})
+    seen = figures(rows={"0": 16, "1": 16}, arithmetic="alike")
+    (way,) = smaller(m, "0", seen, {BY_ROWS: cost})
+    spec = dataclasses.replace(plan.layers["0.weight"].spec, rows=16)
+    sent = plan.layers["0.weight"].route.carrier().wire_bytes(plan.layers["0.weight"].route.codec, spec, 4)
+    assert (way.route, way.early, way.saved_s) == (BY_ROWS, True, 0.001)
+    assert way.sent == sent + 3 * 16  # and a header for each of the others
+    assert way.before_s == pytest.approx(16 * 300 * 1e-6)
+    assert way.after_s == pytest.approx(0.004 + 16 * 300 * 2e-6)
+    assert smaller(m, "1", seen, {BY_ROWS: cost}) == []  # nobody has measured its products
+    assert smaller(m, "0", figures(), {BY_ROWS: cost}) == []  # or seen its rows
+    assert smaller(m, "0", figures(rows={"0": 16}), {BY_ROWS: cost}) == []  # or knows that ranks multiply alike
+
+
+def test_products_are_measured_where_compressed_rows_may_pay_though_plain_ones_do_not() -> None:
+    specs = layer_specs(net())
+    plain = Model(specs, linear_layers(net()))
+    coded = Model(specs, linear_layers(net()), {BY_ROWS: make_plan(specs, BY_ROWS, world=4, min_size=1024)})
+    rows = {"0": 60}  # 60 · 300 of 4 bytes: more than half of 20100
+    assert plain.worth_measuring(rows, 4) == {}
+    assert coded.worth_measuring(rows, 4) == {"0": (100, 200, 60)}

@@ -20,6 +20,7 @@ from toy import same_everywhere
 
 pytestmark = pytest.mark.slow  # the wheel job has others of the kind
 CODECS = ("onebit@gather", "onebit@scatter_gather", "int8:ef=on@scatter_gather", "topk:ratio=0.1", "powersgd:rank=1")
+ROWS = "int8:ef=off@factors"
 
 
 class Sum(nn.Module):
@@ -43,7 +44,7 @@ class Whim:
 
     def __init__(self, model: Any) -> None:
         self._model, self._random, self._count = model, random.Random(5), 0
-        self._payloads = model._payloads
+        self._payloads, self._by_rows = model._payloads, ["factors", *model._row_codecs]
 
     def first(self) -> Decision:
         return Decision(steps=2, probe=False)
@@ -53,17 +54,17 @@ class Whim:
         routes = {}
         for name, unit in self._model.units.items():
             ways = ["dense", *(r for r, units in self._payloads.items() if name in units)]
-            ways += ["factors"] if unit.shape is not None else []
+            ways += self._by_rows if unit.shape is not None else []
             routes[name] = self._random.choice(ways) if self._count < self.reviews else "dense"
         routes = {n: r for n, r in routes.items() if r != "dense"}
-        rows = {n: 6 for n, r in routes.items() if r == "factors"}
+        rows = {n: 6 for n, r in routes.items() if r.endswith("factors")}
         return Decision(routes, rows, steps=3, skip=0, probe=False, phase="trial")
 
 
-def attached(ddp: Any, head: Any, **options: Any) -> Any:
+def attached(ddp: Any, head: Any, *more: str, **options: Any) -> Any:
     original, vars(manager)["Pilot"] = vars(manager)["Pilot"], head
     try:
-        return commlib.attach(ddp, commlib.Lossy(CODECS), min_size=0, **options)
+        return commlib.attach(ddp, commlib.Lossy([*CODECS, *more]), min_size=0, **options)
     finally:
         vars(manager)["Pilot"] = original
 
@@ -112,6 +113,24 @@ def test_whatever_routes_layers_had_in_the_end_all_gradient_has_arrived(fleet: F
         assert len(seen) >= 6
 
 
+def with_rows(world: World) -> tuple[bool, list[str]]:
+    """Compressed rows lose for good what their codec loses; so here only the replicas are looked at."""
+    ours = DistributedDataParallel(Sum(), bucket_cap_mb=0.003)
+    comm = attached(ours, Whim, ROWS)
+    seen: set[str] = set()
+    for step in range(22):
+        train(world, ours, range(step, step + 1))
+        seen |= {str(p.route) for p in comm.plan}
+    comm.close()
+    return same_everywhere(world, weights(ours)), sorted(seen)
+
+
+def test_layers_come_to_compressed_rows_and_leave_them(fleet: Fleet) -> None:
+    for same, seen in fleet.run(3, with_rows):
+        assert same
+        assert ROWS in seen
+
+
 def resumed(world: World) -> float:
     """Saved in the middle of compressed routes, loaded into a manager that begins anew with all dense."""
     ours = DistributedDataParallel(Sum(), bucket_cap_mb=0.003)
@@ -149,7 +168,7 @@ def settles(world: World, rules: Any) -> tuple[bool, bool, str]:
     return same_everywhere(world, weights(ddp)), comm.settled, str(comm.plan)
 
 
-@pytest.mark.parametrize("rules", ["lossy:onebit+fp16+powersgd:rank=2", commlib.Lossy("fp16")])
+@pytest.mark.parametrize("rules", ["lossy:onebit+fp16+powersgd:rank=2", commlib.Lossy("fp16"), "lossy:bf16@factors"])
 def test_it_measures_tries_and_settles(fleet: Fleet, rules: Any) -> None:
     for same, settled, plan in fleet.run(3, settles, rules):
         assert same

@@ -67,8 +67,8 @@ if dist.get_rank() == 0:
             "to": round(max(seconds), 3),
         }
         print(json.dumps(line), flush=True)
-for ddp, comm in models.values():
+for _model, comm in models.values():
     comm.close()
-del ddp, comm, model, models
+del ddp, comm, _model, model, models
 gc.collect()
 dist.destroy_process_group()

@@ -104,6 +104,10 @@ class Valve:
         self._old: _Thread | None = None
         self._lock = threading.Lock()  # nothing is put behind the end of a queue, where it would wait for ever
 
+    def size(self) -> int:
+        """Number of ranks."""
+        return int(self._group.size())
+
     def allreduce(self, tensors: Sequence[Tensor], *options: Any) -> Work:
         """As the process group's, of one tensor."""
         (tensor,) = tensors

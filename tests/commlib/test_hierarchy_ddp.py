@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -161,3 +162,28 @@ def test_random_delays_between_rounds_change_nothing_in_50_steps(fleet: Fleet, s
     for unchanged, equal in fleet.run(size, delayed, rule, 50):
         assert unchanged
         assert equal
+
+
+def limited(world: World) -> tuple[bool, float, float]:
+    """Two levels under a limit: only what goes between nodes is held up."""
+    found: list[Tensor] = []
+    for limit in (None, "20mbit"):
+        ddp = DistributedDataParallel(nn.Linear(256, 512, bias=False))
+        with torchrun(world, 2):
+            comm = commlib.attach(ddp, "none", hierarchy=True, limit=limit)
+        dist.barrier()
+        start = time.perf_counter()
+        ddp(torch.full((2, 256), world.rank + 1.0)).sum().backward()
+        seconds = time.perf_counter() - start
+        found.append(ddp.module.weight.grad.clone())
+        between = comm.stats().inter_bytes or 0
+        comm.close()
+    floor = (between - commlib.RateLimit(20).burst) / 2.5e6
+    return torch.equal(found[0], found[1]), seconds, floor
+
+
+def test_under_a_limit_the_result_is_the_same_and_takes_as_long_as_what_goes_between_nodes_must(fleet: Fleet) -> None:
+    for same, seconds, floor in fleet.run(4, limited):
+        assert same
+        assert floor > 0
+        assert seconds > floor

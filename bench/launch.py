@@ -232,6 +232,7 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",

@@ -152,7 +152,7 @@ class Pilot:
         before = self._link
         change = link.all_reduce.beta / before.all_reduce.beta if before.all_reduce.beta else 1.0
         self._earned = math.inf
-        if (least := self._least_s(link)) > _SURE * f.span:
+        if (least := self._least_s(link.slower(self._slower))) > _SURE * f.span:
             self._earned = 0.0
             return self._stay(f"not believed: {mbit(link)}, with which a step could not take less than {ms(least)}")
         if 1 / _OTHER_LINK < change < _OTHER_LINK:

@@ -156,6 +156,21 @@ def test_a_probe_with_which_the_last_steps_could_not_have_been_is_not_believed()
 BY_ROWS = "int8:ef=off@factors"
 
 
+def test_a_probe_is_judged_by_what_it_is_worth_in_training() -> None:
+    """One that has always said a third of what steps show is believed when it says that of another link."""
+    pilot = Pilot(model())
+    pilot.first()
+    for _ in range(40):
+        decision = pilot.review(figures(span=0.2, link=LINK.slower(40)))
+        if decision.phase == "steady" and not decision.probe:
+            break
+    assert pilot._slower < 0.5
+    pilot._now = dataclasses.replace(decision, probe=True)
+    decision = pilot.review(figures(span=0.4, link=LINK.slower(80)))
+    assert "not believed" not in decision.said
+    assert "instead of" in decision.said
+
+
 def test_compressed_rows_are_a_way_where_rows_were_seen_and_their_products_measured() -> None:
     specs, cost = layer_specs(net()), Cost(Line(0.0, 1e-6), Line(0.0, 2e-6), 1, 0)
     plan = make_plan(specs, BY_ROWS, world=4, min_size=1024)

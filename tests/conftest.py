@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,10 @@ settings.register_profile("few", settings.get_profile("ci"), max_examples=5)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 torch.set_num_threads(1)
+
+# A shell that starts the tests in the background has them, and all they start, ignore Ctrl-C; some tests send one.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

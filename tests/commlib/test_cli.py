@@ -47,10 +47,10 @@ def plugin(tmp_path: Path) -> Path:
     )
     (tmp_path / "other_lacking.py").write_text("import a_package_that_nobody_has\n")
     (tmp_path / "other.py").write_text(
-        "import signal\n"
+        "import time\n"
         "from commlib.errors import PeerLost\n"
         "number = 7\n"
-        "def wait():\n    '''Wait for a signal.'''\n    print('ready', flush=True)\n    signal.pause()\n"
+        "def wait():\n    '''Wait for a signal.'''\n    print('ready', flush=True)\n    while True: time.sleep(0.05)\n"
         "def clumsy():\n    raise ValueError('ratio must be in (0, 1], got 7')\n"
         "def lost():\n    raise PeerLost('rank 3 did not answer within 5 s')\n"
         "def bug():\n    raise ZeroDivisionError('nobody expected this')\n"

@@ -84,10 +84,10 @@ def check_limit(limit: RateLimit | None, device: torch.device, timeout: datetime
             f"limit: gradients on {device} leave without the host (NCCL), which cannot pace them; a limit needs them "
             "on the CPU, over Gloo. Shape the interface instead (tc), or give limit=None"
         )
-    burst = limit.seconds(limit.burst)
+    burst = limit.seconds(limit.at_once)
     if burst > timeout.total_seconds():
         raise ValueError(
-            f"limit: at {limit.mbit:g} Mbit/s one burst of {limit.burst} bytes takes {burst:.3g} s, longer than the "
+            f"limit: at {limit.mbit:g} Mbit/s one burst of {limit.at_once} bytes takes {burst:.3g} s, longer than the "
             f"process group's time-out of {timeout.total_seconds():g} s: a rank whose turn comes late would be taken "
             "for lost. Give a smaller burst, a higher rate, or init_process_group(timeout=…)"
         )

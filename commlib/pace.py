@@ -29,16 +29,14 @@ class RateLimit:
     """
 
     mbit: float
-    burst: int = None  # type: ignore[assignment]  # it always is one, once this is made
+    burst: int | None = None
 
     def __post_init__(self) -> None:
         mbit: object = self.mbit
         if isinstance(mbit, bool) or not isinstance(mbit, int | float) or not 0 < mbit < math.inf:
             raise ValueError(f"limit: mbit must be a number of Mbit/s > 0, got {mbit!r}; for no limit give None")
         given: object = self.burst
-        if given is None:
-            object.__setattr__(self, "burst", max(_USUAL_BURST, round(self.bytes_s * _BURST_S)))
-        elif isinstance(given, bool) or not isinstance(given, int) or given < SMALLEST_BURST:
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < SMALLEST_BURST):
             raise ValueError(
                 f"limit: burst must be a whole number of bytes ≥ {SMALLEST_BURST}, got {given!r}: smaller pieces "
                 "cost more in software than they spare the link"
@@ -69,12 +67,17 @@ class RateLimit:
         """Bytes a second."""
         return self.mbit * 1e6 / 8
 
+    @property
+    def at_once(self) -> int:
+        """Bytes of the burst, given or usual."""
+        return max(_USUAL_BURST, round(self.bytes_s * _BURST_S)) if self.burst is None else self.burst
+
     def seconds(self, nbytes: float) -> float:
         """That so many bytes take."""
         return nbytes / self.bytes_s
 
     def __str__(self) -> str:
-        return f"{show_rate(self.mbit * 1e6)}, bursts of {self.burst} bytes"
+        return f"{show_rate(self.mbit * 1e6)}, bursts of {self.at_once} bytes"
 
 
 class Pacer:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
+from commlib.exchange import sequencer
 from commlib.exchange.item import World
 
 ANY_EXCHANGE = (
@@ -146,3 +149,32 @@ def owed(states: list[dict[str, Any]]) -> dict[str, Tensor]:
                         whole = list(value.shape) == shape and start == 0 and entry is slots.get("residual")
                         sum_[start : start + len(value)] += value / (state["world_size"] if whole else 1)
     return total
+
+
+def through_delays(make: Callable[[], Trainer], steps: int) -> tuple[bool, bool, int]:
+    """Trains twice, the second time with a random sleep before every round of every bucket, the hook's too.
+
+    Returns:
+        Whether the weights are the same as without sleeps; whether they are the same on every rank; how often it slept.
+    """
+    calm = make()
+    calm.train(steps)
+    calm.close()
+    dice, naps = random.Random(calm.world.rank), 0
+    patched: Any = sequencer.Sequencer
+    original = patched._advance
+
+    def late(self: Any, trip: Any, lane: int) -> None:
+        nonlocal naps
+        naps += 1
+        time.sleep(dice.random() * 0.004)
+        original(self, trip, lane)
+
+    patched._advance = late
+    try:
+        hasty = make()
+        hasty.train(steps)
+        hasty.close()
+    finally:
+        patched._advance = original
+    return torch.equal(calm.weights(), hasty.weights()), same_everywhere(calm.world, hasty.weights()), naps

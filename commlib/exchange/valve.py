@@ -50,7 +50,7 @@ class Throttle:
         self._valves: list[Valve] = []
         self._lock = threading.Lock()
         if limit is not None:
-            self.piece = limit.burst / (groups + 1)
+            self.piece = limit.at_once / (groups + 1)
             self._pacer = Pacer(limit.bytes_s, self.piece)
 
     def through(self, group: Any) -> Any:

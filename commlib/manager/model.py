@@ -52,6 +52,16 @@ class Payload:
     plain: int
 
 
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """What the ways of rows are priced by: as the arguments of :meth:`Model.choose`."""
+
+    p: Pass
+    f: Figures
+    link: Link
+    products: Mapping[str, tuple[float, float]]
+
+
 class Model:
     """The units of a model.
 
@@ -173,38 +183,32 @@ class Model:
             barred: units that stay dense, and why.
             missing_s: added to predictions, from :meth:`calibrate`.
         """
-        plain = self._dense(p, link)
+        plain, known = self._dense(p, link), _Known(p, f, link, products)
         others, reasons = {}, {}
         for name in plain:
-            way = self._factors(name, p, f, link, products, barred)
+            way = barred.get(name) or self._factors(name, known)
             if isinstance(way, str):
                 reasons[name] = way
             else:
                 others[name] = [way]
         chosen = choose(p, plain, others)
         chosen = dataclasses.replace(chosen, reasons={**chosen.reasons, **reasons})
-        smaller = {n: self._smaller(n, p, f, link, products, codecs) for n in plain if n not in barred}
+        smaller = {n: self._smaller(n, known, codecs) for n in plain if n not in barred}
         chosen = compress_too(p, chosen, {n: ways for n, ways in smaller.items() if ways}) if codecs else chosen
         return dataclasses.replace(chosen, dense_s=chosen.dense_s + missing_s, seconds=chosen.seconds + missing_s)
 
-    def _smaller(
-        self,
-        name: str,
-        p: Pass,
-        f: Figures,
-        link: Link,
-        products: Mapping[str, tuple[float, float]],
-        codecs: Mapping[str, Cost],
-    ) -> list[Way]:
+    def _smaller(self, name: str, known: _Known, codecs: Mapping[str, Cost]) -> list[Way]:
         """A unit's compressed ways."""
         ways: list[Way | str] = []
         for route, cost in codecs.items():
             if route in self._row_codecs:
-                ways.append(self._factors(name, p, f, link, products, {}, route, cost))
+                ways.append(self._factors(name, known, route, cost))
             elif (x := self._payloads[route].get(name)) is not None:
                 before, after = cost.before.seconds(x.values), cost.after.seconds(x.values)
                 calls = {"gathers": cost.gathers, "reduces": cost.reduces}
-                ways.append(compressed(route, x.sent, link, **calls, before_s=before, after_s=after, plain=x.plain))
+                ways.append(
+                    compressed(route, x.sent, known.link, **calls, before_s=before, after_s=after, plain=x.plain)
+                )
         return [way for way in ways if not isinstance(way, str)]
 
     def worth_measuring(self, rows: Mapping[str, int], world: int) -> dict[str, tuple[int, int, int]]:
@@ -221,34 +225,22 @@ class Model:
     def _dense(self, p: Pass, link: Link) -> dict[str, Way]:
         return {u: dense(self.units[u].nbytes, link) for b in p.buckets for u in b.layers}
 
-    def _factors(
-        self,
-        name: str,
-        p: Pass,
-        f: Figures,
-        link: Link,
-        products: Mapping[str, tuple[float, float]],
-        barred: Mapping[str, str],
-        route: str = "factors",
-        cost: Cost | None = None,
-    ) -> Way | str:
+    def _factors(self, name: str, known: _Known, route: str = "factors", cost: Cost | None = None) -> Way | str:
         """The way of a unit's rows, or why there is none."""
         unit, codec = self.units[name], self._row_codecs.get(route)
         if unit.shape is None:
             return "has no other exact way"
-        if name in barred:
-            return barred[name]
-        if not f.arithmetic:
+        if not known.f.arithmetic:
             return "ranks with unlike CPUs, threads or versions would not multiply rows to the same bits"
-        if name not in f.rows or name not in p.rows:
+        if name not in known.f.rows or name not in known.p.rows:
             return "its rows were not seen (compiled, or not used)"
-        rows = f.rows[name]
+        rows, link = known.f.rows[name], known.link
         sent = _rows_nbytes(unit, rows, codec)
         if link.world == 1 or (link.world - 1) * sent >= 2 * (link.world - 1) / link.world * unit.nbytes:
             return f"{rows} rows a rank are more bytes than the gradient"
-        if name not in products:
+        if name not in known.products:
             return "the products of its rows were not measured"
-        local, rebuilt = products[name]
+        local, rebuilt = known.products[name]
         values = rows * sum(unit.shape)
         before, after = (0.0, 0.0) if cost is None else (cost.before.seconds(values), cost.after.seconds(values))
         return factors(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -66,10 +67,14 @@ def _line(start: Callable[[int], Callable[[], Any]], agreed: Callable[[float], f
         issue, short = start(sent), expected < 0.03
         for _ in range(_WARM if short else 1):
             issue().wait()
-        times = [_timed(lambda issue=issue: issue().wait()) for _ in range(_TIMES if short else 2)]  # type: ignore[misc]
+        times = [_timed(functools.partial(_through, issue)) for _ in range(_TIMES if short else 2)]
         points.append((float(sent), max(agreed(min(times)), 1e-9)))  # what takes longer is not the link
     found = fit(points)
     return Line(found.alpha, found.beta)
+
+
+def _through(issue: Callable[[], Any]) -> None:
+    issue().wait()
 
 
 def measure_product(n: int, m: int, rows: int, dtype: torch.dtype, device: torch.device) -> float:

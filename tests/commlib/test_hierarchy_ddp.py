@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from typing import Any
 
@@ -13,10 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
-from commlib.exchange import sequencer
 from commlib.exchange.item import World
 from fleet import Fleet
-from toy import Trainer, same_everywhere, torchrun
+from toy import Trainer, same_everywhere, through_delays, torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # seconds; on a quiet machine a tenth of it
 
@@ -131,29 +129,9 @@ def test_auto_is_dense_under_a_hierarchy_and_the_plan_says_why(fleet: Fleet):
 
 
 def delayed(world: World, rule: Any, repetitions: int) -> tuple[bool, bool]:
-    """Trains with a random sleep before every round of every bucket, the hook's too, and without: no difference."""
-    calm = trainer(world, rule, 2, cap=0.001)
-    calm.train(repetitions)
-    calm.close()
-    dice = random.Random(world.rank)
-    original = sequencer.Sequencer._advance
-    naps = 0
-
-    def late(self, trip, lane):
-        nonlocal naps
-        naps += 1
-        time.sleep(dice.random() * 0.004)
-        original(self, trip, lane)
-
-    sequencer.Sequencer._advance = late  # type: ignore[method-assign]
-    try:
-        hasty = trainer(world, rule, 2, cap=0.001)
-        hasty.train(repetitions)
-        hasty.close()
-    finally:
-        sequencer.Sequencer._advance = original  # type: ignore[method-assign]
+    unchanged, equal, naps = through_delays(lambda: trainer(world, rule, 2, cap=0.001), repetitions)
     assert naps > 8 * repetitions  # the delays were really there, in every round of more than one bucket
-    return torch.equal(calm.weights(), hasty.weights()), same_everywhere(world, hasty.weights())
+    return unchanged, equal
 
 
 @pytest.mark.parametrize("size", [4, 6])
@@ -164,26 +142,27 @@ def test_random_delays_between_rounds_change_nothing_in_50_steps(fleet: Fleet, s
         assert equal
 
 
-def limited(world: World) -> tuple[bool, float, float]:
-    """Two levels under a limit: only what goes between nodes is held up."""
-    found: list[Tensor] = []
-    for limit in (None, "20mbit"):
-        ddp = DistributedDataParallel(nn.Linear(256, 512, bias=False))
+def limited(world: World) -> tuple[bool, float, float, float]:
+    """Two levels with and without a limit: only what goes between nodes is held up."""
+    grads, seconds = [], []
+    limit = commlib.RateLimit(20)
+    for each in (None, limit):
+        ddp = DistributedDataParallel(nn.Linear(1024, 1024, bias=False))
         with torchrun(world, 2):
-            comm = commlib.attach(ddp, "none", hierarchy=True, limit=limit)
+            comm = commlib.attach(ddp, "none", hierarchy=True, limit=each)
         dist.barrier()
         start = time.perf_counter()
-        ddp(torch.full((2, 256), world.rank + 1.0)).sum().backward()
-        seconds = time.perf_counter() - start
-        found.append(ddp.module.weight.grad.clone())
+        ddp(torch.full((2, 1024), world.rank + 1.0)).sum().backward()
+        seconds.append(time.perf_counter() - start)
+        grads.append(ddp.module.weight.grad.clone())
         between = comm.stats().inter_bytes or 0
         comm.close()
-    floor = (between - commlib.RateLimit(20).burst) / 2.5e6
-    return torch.equal(found[0], found[1]), seconds, floor
+    free, held = seconds
+    return torch.equal(*grads), free, held, limit.seconds(between - limit.at_once)
 
 
 def test_under_a_limit_the_result_is_the_same_and_takes_as_long_as_what_goes_between_nodes_must(fleet: Fleet) -> None:
-    for same, seconds, floor in fleet.run(4, limited):
+    for same, free, held, least in fleet.run(4, limited):
         assert same
-        assert floor > 0
-        assert seconds > floor
+        assert free < least < held
+        assert held < 2 * least  # a node's inside, as many bytes again, is not limited

@@ -212,14 +212,14 @@ def _timed(original: Any, held: list[float]) -> Any:
 def test_at_the_sockets_no_window_has_more_than_the_limit_allows(fleet: Fleet, rule: str):
     limit = commlib.RateLimit(40, burst=100_000)
     for report in fleet.run(3, watched, rule, limit, 6):
-        assert report["seconds"] >= limit.seconds(report["sent"] - limit.burst)
+        assert report["seconds"] >= limit.seconds(report["sent"] - limit.at_once)
         assert report["seconds"] <= 2 * limit.seconds(report["sent"]) + 2  # and it makes use of what is allowed
         looks = report["looks"]
         assert looks[-1][2] - looks[0][2] > 0.9 * report["sent"]
         for i, j in itertools.combinations(range(0, len(looks), 3), 2):
             sent, window = looks[j][2] - looks[i][2], looks[j][1] - looks[i][0]
             heads = 0.03 * sent + 10_000  # of Gloo's messages, and the store's
-            assert sent <= limit.bytes_s * window + limit.burst + heads
+            assert sent <= limit.bytes_s * window + limit.at_once + heads
 
 
 @pytest.mark.slow
@@ -227,7 +227,7 @@ def test_at_the_sockets_no_window_has_more_than_the_limit_allows(fleet: Fleet, r
 def test_the_backward_pass_waits_for_no_turn(fleet: Fleet, rule: str):
     limit = commlib.RateLimit(2, burst=30_000)
     for report in fleet.run(2, watched, rule, limit, 1):
-        assert report["seconds"] >= limit.seconds(report["sent"] - limit.burst) > 1.5
+        assert report["seconds"] >= limit.seconds(report["sent"] - limit.at_once) > 1.5
         assert report["held"] < report["seconds"] / 8  # the largest bucket or layer takes a quarter at least
 
 

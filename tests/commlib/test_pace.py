@@ -84,7 +84,7 @@ def test_no_limit_is_none() -> None:
 
 @pytest.mark.parametrize(("mbit", "burst"), [(50, 312_500), (1, 65_536), (1000, 6_250_000)])
 def test_the_usual_burst_takes_50_ms_and_is_64_kib_at_least(mbit: float, burst: int) -> None:
-    assert RateLimit(mbit).burst == burst
+    assert RateLimit(mbit).at_once == burst
 
 
 @pytest.mark.parametrize("mbit", [0, -1, math.nan, math.inf, "50", None, True])

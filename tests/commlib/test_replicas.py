@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,10 +10,9 @@ import torch
 import torch.distributed as dist
 
 import commlib
-from commlib.exchange import sequencer
 from commlib.exchange.item import World
 from fleet import Fleet
-from toy import PAIRS, Trainer, same_everywhere
+from toy import PAIRS, Trainer, same_everywhere, through_delays
 
 
 @contextmanager
@@ -126,29 +123,9 @@ def test_one_bit_sends_at_least_25_times_less_on_big_layers_and_31_times_with_on
 
 
 def delayed(world: World, rule: str, repetitions: int) -> tuple[bool, bool]:
-    """Trains with a random sleep before every round of every bucket, the hook's too, and without: no difference."""
-    calm = Trainer(world, rule, cap=0.001)
-    calm.train(repetitions)
-    calm.close()
-    dice = random.Random(world.rank)
-    original = sequencer.Sequencer._advance
-    naps = 0
-
-    def late(self, trip, lane):
-        nonlocal naps
-        naps += 1
-        time.sleep(dice.random() * 0.004)
-        original(self, trip, lane)
-
-    sequencer.Sequencer._advance = late  # type: ignore[method-assign]
-    try:
-        hasty = Trainer(world, rule, cap=0.001)
-        hasty.train(repetitions)
-        hasty.close()
-    finally:
-        sequencer.Sequencer._advance = original  # type: ignore[method-assign]
+    unchanged, equal, naps = through_delays(lambda: Trainer(world, rule, cap=0.001), repetitions)
     assert naps > 3 * repetitions  # the delays were really there, in more than one bucket
-    return torch.equal(calm.weights(), hasty.weights()), same_everywhere(world, hasty.weights())
+    return unchanged, equal
 
 
 @pytest.mark.slow
@@ -160,7 +137,6 @@ def delayed(world: World, rule: str, repetitions: int) -> tuple[bool, bool]:
         {"0.*": "factors", "2.*": "powersgd", "*": "factors"},
     ],
 )
-@pytest.mark.slow
 def test_random_delays_between_rounds_change_nothing_in_200_steps(fleet: Fleet, rule: dict[str, str]):
     for unchanged, equal in fleet.run(4, delayed, rule, 200):
         assert unchanged

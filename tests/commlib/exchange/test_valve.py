@@ -77,7 +77,7 @@ def test_valves_share_one_limit() -> None:
     for i, (a, _) in enumerate(schedule):
         for j, (b, _) in enumerate(schedule[i:], i):
             # naps end late, so a piece may leave late, and the next one in time: one piece a valve
-            assert 4 * sum(n for _, n in schedule[i : j + 1]) <= limit.bytes_s * (b - a) + limit.burst
+            assert 4 * sum(n for _, n in schedule[i : j + 1]) <= limit.bytes_s * (b - a) + limit.at_once
 
 
 def test_close_wakes_a_valve_that_naps_for_hours_and_whoever_waits_for_it_is_told() -> None:

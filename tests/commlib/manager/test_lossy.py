@@ -12,7 +12,7 @@ from commlib.choose import choose as choose_exact
 from commlib.choose import compress_too
 from commlib.link import Line, Link
 from commlib.manager.codecs import Cost
-from commlib.manager.model import Model, routes
+from commlib.manager.model import Model, _Known, routes
 from commlib.manager.pilot import Pilot
 from commlib.manager.sheet import Figures, slowest
 from commlib.model import layer_specs, linear_layers
@@ -72,7 +72,7 @@ def model() -> Model:
 def smaller(m: Model, name: str, f: Figures | None = None, costs: dict[str, Cost] | None = None) -> list[Way]:
     p = Pass((), {"0": 0.0, "1": 0.0}, 0.0)
     products = {"0": (0.001, 0.004)}
-    return m._smaller(name, p, f or figures(), LINK, products, costs or {ROUTE: FREE})
+    return m._smaller(name, _Known(p, f or figures(), LINK, products), costs or {ROUTE: FREE})
 
 
 def test_a_units_payload_is_that_of_its_weight_and_its_bias_goes_beside_it() -> None:

@@ -15,19 +15,20 @@ from commlib.checkpoint import StateDict, from_state, to_state
 from commlib.collective import Rounds, lockstep
 from commlib.compressor import Memory
 from commlib.errors import PeerLost
-from commlib.exchange import EXCHANGES, hierarchical
+from commlib.exchange import EXCHANGES, dense, hierarchical
 from commlib.exchange.item import Item, Seeds, World
 from commlib.exchange.valve import Throttle
 from commlib.factors.layers import FactorLayers
 from commlib.groups import check_limit, deadline, group_of, make_sequencer, sibling
 from commlib.handshake import agree, answer_roll_call, meeting_place, publish_failure
 from commlib.hierarchy import share
+from commlib.landing import Landing
 from commlib.levels import cuts, find, fit, rules_of
 from commlib.loss_scale import LossScale
 from commlib.manager.board import Board
 from commlib.manager.manager import Manager
 from commlib.memory import MemoryStore
-from commlib.model import inside, trained_parameters
+from commlib.model import inside, name_of, trained_parameters
 from commlib.pace import RateLimit
 from commlib.policy import Exact, Policy
 from commlib.route import Plan, Route, Rules
@@ -113,7 +114,7 @@ class HookState:
         self._dense_steps, self._seed = dense_steps, seed
         self._meters = {s.name: Meter(s.device) for s in specs}
         self._store = MemoryStore()
-        self._steps = Steps(self._store)
+        self._steps, self._landing = Steps(self._store), Landing(module)
         self._watched = setup.remembers() or dense_steps > 0
         self._lost_key = f"{self._key}/lost"
         self._throttle = Throttle(limit, setup.rounds() + (self._factors is not None))
@@ -196,36 +197,28 @@ class HookState:
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Exchanges one bucket; DDP calls this (through :func:`hook`) in bucket order on every rank."""
         if bucket.index() == 0:
-            self._steps.begin()
+            self._landing.begin(came_through=self._steps.begin())
             self._store.rescale(self._scale.now())
             self._shadow = not at_end_of_backward(self._finish)
-        buffer = bucket.buffer()
         names = []
         routes: dict[str, list[Item]] = {}
         for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            name = self._name(parameter)
+            name = name_of(parameter, self._names)
             route = self._route(name)
             routes.setdefault(route.exchange, []).append(self._item(name, route, grad))
             names.append(name)
         if self._manager is not None:
             self._manager.bucket(names)
         label = f"bucket {bucket.index()} ({names[0]} … {names[-1]}) of step {self._steps.count}"
-        future = self._sequencer.submit(label, self._rounds(routes, buffer), buffer)
+        plain = self._levels is None and list(routes) == ["dense"] and dense.is_plain(routes["dense"])
+        out = self._landing.of(bucket, wanted=plain and not self._shadow)
+        future = self._sequencer.submit(label, self._rounds(routes, bucket.buffer(), out), out)
         self._steps.submitted(future, last=bucket.is_last())
         if bucket.is_last() and self._factors is not None:
             self._factors.end_step()
         if bucket.is_last() and self._shadow:
             self._review()
         return future
-
-    def _name(self, parameter: Tensor) -> str:
-        name = self._names.get(id(parameter))
-        if name is None:
-            raise ValueError(
-                f"DDP reduces a parameter of shape {tuple(parameter.shape)} that was frozen when commlib was attached: "
-                "freeze parameters before wrapping the model in DDP, or after attaching"
-            )
-        return name
 
     def _finish(self) -> None:
         """Runs at the end of the backward pass, before DDP asks for the buckets: there our errors keep their type.
@@ -249,14 +242,16 @@ class HookState:
         if self._manager is not None and self._steps.complete and self._manager.exchanged():
             self._plan = self._manager.plan(self._plan)
 
-    def _rounds(self, routes: dict[str, list[Item]], buffer: Tensor) -> Rounds:
-        if self._levels is not None:
+    def _rounds(self, routes: dict[str, list[Item]], buffer: Tensor, out: Tensor) -> Rounds:
+        if out.data_ptr() != buffer.data_ptr():
+            yield from dense.whole(routes["dense"], self.world, buffer, out)
+        elif self._levels is not None:
             yield from hierarchical.rounds(routes, self._cuts, self._levels.local, self._levels.inter)
         else:
             whole = buffer if len(routes) == 1 else None
             yield from lockstep([EXCHANGES[name].rounds(items, self.world, whole) for name, items in routes.items()])
         if self._watched:
-            self._steps.check(buffer)
+            self._steps.check(out)
 
     def _route(self, name: str) -> Route:
         planned = self._plan.layers[name]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commlib.compressor import Kind, LayerSpec
@@ -137,3 +137,22 @@ def one_device(specs: list[LayerSpec]) -> torch.device:
     if len(kinds) > 1:
         raise ValueError(f"parameters on {', '.join(sorted(kinds))}: all must be on one kind of device")
     return specs[0].device
+
+
+def name_of(parameter: Tensor, names: Mapping[int, str]) -> str:
+    """The name under which a parameter that DDP reduces was planned.
+
+    Args:
+        parameter: of DDP's bucket.
+        names: ``id`` of each planned parameter → its name.
+
+    Raises:
+        ValueError: it was not planned.
+    """
+    name = names.get(id(parameter))
+    if name is None:
+        raise ValueError(
+            f"DDP reduces a parameter of shape {tuple(parameter.shape)} that was frozen when commlib was attached: "
+            "freeze parameters before wrapping the model in DDP, or after attaching"
+        )
+    return name

@@ -37,10 +37,8 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
     Divided *before* the sum, as DDP does: so the result is DDP's to the last bit where a whole
     bucket is uncompressed (``buffer``: it is then reduced in place, without a copy).
     """
-    if buffer is not None and all(_is_plain(i) for i in items):
-        with items[0].meter.phase("compress"):
-            buffer.mul_(1 / world.size)  # DDP's own operation: a division rounds differently
-        yield [AllReduce(buffer, payers(items, [i.spec.nbytes for i in items]))]
+    if buffer is not None and is_plain(items):
+        yield from whole(items, world, buffer, buffer)
         return
     by_dtype: dict[torch.dtype, list[Item]] = {}
     for item in items:
@@ -67,5 +65,13 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
                 item.finish(out)
 
 
-def _is_plain(item: Item) -> bool:
-    return item.codec.lossless and not item.memory.old
+def whole(items: Sequence[Item], world: World, source: Tensor, out: Tensor) -> Rounds:
+    """A bucket that is plain altogether: ``out`` (``source`` itself, or as long) becomes its mean."""
+    with items[0].meter.phase("compress"):
+        torch.mul(source, 1 / world.size, out=out)  # DDP's own operation: a division rounds differently
+    yield [AllReduce(out, payers(items, [i.spec.nbytes for i in items]))]
+
+
+def is_plain(items: Sequence[Item]) -> bool:
+    """Whether all are sent as they are."""
+    return all(item.codec.lossless and not item.memory.old for item in items)

@@ -13,6 +13,7 @@ from commlib import cost, price
 from commlib.cost import Shape
 from commlib.exchange.item import World
 from commlib.factors.payload import Payload
+from commlib.factors.sending import ToAll
 from commlib.factors.trip import Habit, Trip
 from commlib.link import Line, Link
 
@@ -80,7 +81,7 @@ def test_a_dense_exchange_takes_what_a_ring_does_by_the_textbook(s: Shape, laten
 def test_a_layer_s_rows_are_as_many_bytes_as_its_trip_sends_but_for_padding(s: Shape) -> None:
     habit = Habit()
     habit.expect(s.rows)
-    trip = Trip(Payload(s.n, s.m), habit, World(0, s.workers), torch.device("cpu"))
+    trip = Trip(ToAll(Payload(s.n, s.m), World(0, s.workers)), habit, torch.device("cpu"))
     padding = trip.wire_bytes() - factors(s, Link.ring(s.workers, 1, 0)).sent
     assert padding == (s.workers - 1) * (-s.factors * F32 % 8)  # the next rank's header begins at a multiple of 8
 

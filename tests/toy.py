@@ -30,6 +30,7 @@ PAIRS = (  # every codec over every exchange that takes it; codecs with a ratio 
     "powersgd:rank=2@low_rank",
     "blocks:keep=0.2,staleness=6,block=32@blocks",
     "none@factors",
+    "none@owners",
 )
 
 

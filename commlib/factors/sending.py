@@ -106,7 +106,7 @@ class ToOwners:
         return sum(HEADER + p.nbytes(room) for r, p in enumerate(self._payloads) if r != self.world.rank)
 
     def busiest(self, room: Room, dtype: torch.dtype = torch.float32) -> int:
-        """As :meth:`Sending.busiest`: the last rank's own letter is the shortest, and blocks are padded to the first."""
+        """As :meth:`Sending.busiest`: the last rank's letter to itself is shortest; blocks are padded to the first."""
         blocks = (self.world.size - 1) * self.shares.largest * dtype.itemsize
         return sum(p.nbytes(room) for p in self._payloads[:-1]) + blocks
 

@@ -35,7 +35,7 @@ def record_rows(model: Model, found: Sequence[Outcome]) -> list[Row]:
 
 
 def scaling(model: Model, found: Sequence[Outcome]) -> list[Row]:
-    """Speed-ups, a row a number of ranks, a column a scheme; and the step of auto."""
+    """Speed-ups, a row a number of ranks, a column a scheme; auto's step, and how many linear layers send rows."""
     rows: list[Row] = []
     for ranks, its in itertools.groupby(found, key=lambda o: o.ranks):
         by_scheme = {o.scheme: o for o in its}
@@ -44,8 +44,8 @@ def scaling(model: Model, found: Sequence[Outcome]) -> list[Row]:
             {
                 "ranks": ranks,
                 **{scheme: by_scheme[scheme].speedup for scheme in SCHEMES},
-                "auto: ms a step": auto.step_s * 1e3,
-                "by rows": f"{len(auto.changed)} of {len(model.linear)}",
+                "ms of auto": auto.step_s * 1e3,
+                "rows": f"{len(auto.changed)}/{len(model.linear)}",
             }
         )
     return rows

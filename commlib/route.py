@@ -75,8 +75,8 @@ def resolve(rule: Rule, world: int) -> Route:
         text, _, exchange = rule.partition("@") if isinstance(rule, str) else (rule, "", "")
         if text == "auto":
             raise ValueError("'auto' chooses for all layers by measurement: give it alone, not as a rule for some")
-        if text in BY_ROWS and not exchange:
-            text, exchange = "none", str(text)
+        if isinstance(text, str) and text in BY_ROWS and not exchange:
+            text, exchange = "none", text
         codec = make("none" if text == "dense" else text)
         if exchange.strip() in BY_ROWS and isinstance(codec, ErrorFeedback):
             codec = codec.inner  # rows are others every step: there is nothing to keep for them

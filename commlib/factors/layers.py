@@ -2,7 +2,8 @@
 
 Which thread: the taps, :meth:`FactorLayers.complete` and :meth:`FactorLayers.trip` run in the thread of the backward
 pass, and only that one issues first rounds, on a process group that carries nothing else, in the order of
-:class:`commlib.factors.order.Order`. So that group sees the same sequence on every rank. Nothing waits here.
+:class:`commlib.factors.order.Order`. So that group sees the same sequence on every rank: of all-gathers and
+all-to-alls, as the layers' routes say, which ranks share. Nothing waits here.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def exchange(name: str, step: Step, dtype: torch.dtype = torch.float32) -> tuple
     gen, meeting, size = torch.Generator().manual_seed(step.n), Meeting(step.size), step.size
     specs = (
         LayerSpec("weight", (step.n, step.m), dtype, kind="linear.weight", layer="fc"),
-        LayerSpec("bias", (step.n,), dtype, kind="linear.bias", layer="fc"),
+        LayerSpec("bias", (step.n,), dtype, kind="bias", layer="fc"),
     )
     had = [
         [(torch.randn(k, step.m, generator=gen).to(dtype), torch.randn(k, step.n, generator=gen).to(dtype)) for k in ks]
@@ -163,7 +163,7 @@ def test_the_plan_s_bytes_are_those_that_the_busiest_rank_sends(
 ) -> None:
     step = Step(n * size if whole else n, m * size if whole else m, [[rows]] * size, rows, None, None, apart=False)
     spec = LayerSpec("weight", (step.n, step.m), kind="linear.weight", layer="fc", rows=rows)
-    bias = LayerSpec("bias", (step.n,), kind="linear.bias", layer="fc")
+    bias = LayerSpec("bias", (step.n,), kind="bias", layer="fc")
     carry = EXCHANGES[name].wire_bytes
     predicted = carry(NONE, spec, size) + carry(NONE, bias, size)
     sending = BY_ROWS[name](NONE, step.n, step.m, World(size - 1, size))

@@ -7,7 +7,8 @@ examples (times positions) that a worker saw. The schemes, and where their costs
   bytes of servers that share the workers' machines.
 * **SFB**: every worker's factors to every other, each rebuilds the sum (Xie et al., UAI 2016; ATC 2017, table 1).
 * **Adam**: factors to the one server that owns the layer, the matrix back (Project Adam, OSDI 2014).
-* **Blocks**: Adam's, balanced: server j owns a block of W's rows and gets those columns of U, and all of V.
+* **Blocks**: Adam's, balanced (SACP, arXiv 1512.06216): server j owns a block of W's rows and gets those columns of
+  U, and all of V. Where every worker is a server too, it is W's larger dimension that is cut.
 
 Counts are what a machine sends *and* receives in a step; divide by two for one direction of a full-duplex link.
 """
@@ -98,6 +99,20 @@ def adam_colocated(s: Shape) -> int:
 def blocks_worker(s: Shape) -> int:
     """Values a worker sends and gets with the layer in P2 blocks of rows: K(M + P2·N) + MN."""
     return s.rows * (s.m + s.servers * s.n) + s.matrix
+
+
+def blocks_colocated(s: Shape) -> float:
+    """Values of a machine that works and owns one of P blocks of the larger dimension, P1 = P2 = P.
+
+    2(P − 1)·(K(min + max/P) + MN/P), min and max of M and N: rows to every other machine, and its block.
+
+    Raises:
+        ValueError: another number of servers than of workers.
+    """
+    if s.workers != s.servers:
+        raise ValueError(f"every worker owns a block, so {s.workers} workers are as many servers; got {s.servers}")
+    rows = s.rows * (min(s.m, s.n) + max(s.m, s.n) / s.servers)
+    return 2 * (s.workers - 1) * (rows + s.matrix / s.servers)
 
 
 def crossover_rows(m: int, n: int, workers: int, servers: int) -> float:

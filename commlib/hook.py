@@ -98,14 +98,14 @@ class HookState:
             check_limit(limit, setup.device, deadline(self._group, setup.device))
             self._scale = LossScale(scaler, module)
             on, seeds = weakref.WeakMethod(self._with_factors), weakref.WeakMethod(self._row_seeds)
-            codecs, watched = setup.row_codecs(), setup.chosen_later
-            self._factors = FactorLayers.of(module, setup.layers, self.world, on, seeds, codecs, watched=watched)
+            routes, watched = setup.row_routes(), setup.chosen_later
+            self._factors = FactorLayers.of(module, setup.layers, self.world, on, seeds, routes, watched=watched)
         except Exception as e:
             publish_failure(self._group, self._key, self.world, e)
             raise
         terms = {"commlib": commlib.__version__, "dense_steps": str(dense_steps), "seed": str(seed)}
         terms |= {"scaler": "none" if scaler is None else "given", "limit": "none" if limit is None else str(limit)}
-        if self._factors is not None and not setup.chosen_later:  # or unlike ranks just do not choose them
+        if self._factors is not None and setup.same_products:  # a manager of unlike ranks just does not choose them
             terms |= self._factors.terms()
         agree(self._group, self._key, {**terms, **setup.terms()}, self.world, timeout)
         specs = setup.specs
@@ -282,7 +282,7 @@ class HookState:
             owner = self._store.owner(spec, codec.slots(stripe.spec), part.start + stripe.start)
         memory = self._store.memory(spec, codec.slots(part.spec), prefix=part.prefix, start=part.start)
         trip = None
-        if route.exchange == "factors" and self._factors is not None and spec.layer is not None:
+        if route.by_rows and self._factors is not None and spec.layer is not None:
             trip = self._factors.trip(spec.layer)
         if self._store.drain(spec, grad, self.world.size, part.world.size) and trip is not None:
             trip.late = True  # what was added is in no rows

@@ -64,10 +64,10 @@ def finish(p: Pass, ways: Mapping[str, Way]) -> float:
         ready_at.append(ready)
         after.append(sum(w.after_s for _, w in own))
         shared = {w.route: w.shared_s for _, w in own}
-        late = sum(w.link_s for _, w in own if not w.early) + sum(shared.values())
+        late = sum(w.late_s if w.early else w.link_s for _, w in own) + sum(shared.values())
         if late > 0:
             transfers.append((ready, i, late))
-        transfers += [(clock.now(p.rows[name]), i, w.link_s) for name, w in own if w.early]
+        transfers += [(clock.now(p.rows[name]), i, w.link_s - w.late_s) for name, w in own if w.early]
     through = list(ready_at)
     free = 0.0
     for ready, i, seconds in sorted(transfers):

@@ -112,8 +112,8 @@ def pin(plan: Plan, specs: Sequence[LayerSpec], world: int) -> Plan:
     Rows are taken over, and predictions if they were for as many ranks; what was measured is not.
 
     Raises:
-        ValueError: other layers, shapes or dtypes; a route that refuses its layer; or a bias that goes by factors
-            without its weight, or the reverse. At most three layers are named.
+        ValueError: other layers, shapes or dtypes; a route that refuses its layer; or a bias that goes by factors or
+            owners without its weight, or the reverse. At most three layers are named.
     """
     here, then = {s.name: s for s in specs}, plan.layers
     now, was = {n: s.layout() for n, s in here.items()}, {n: p.spec.layout() for n, p in then.items()}
@@ -122,9 +122,10 @@ def pin(plan: Plan, specs: Sequence[LayerSpec], world: int) -> Plan:
     routes = {n: p.route for n, p in then.items()}
     refused = ((n, routes[n].codec.refuse(s) or routes[n].refuse(s)) for n, s in here.items())
     _stop("a route cannot carry its layer", (f"{n} by {routes[n]}: {why}" for n, why in refused if why))
-    sent = {s.layer for s in specs if s.kind == "linear.weight" and routes[s.name].exchange == "factors"}
-    alone = (s.name for s in specs if (s.layer in sent) != (routes[s.name].exchange == "factors"))
-    _stop("a bias must go by factors if its weight does, and only then", alone)
+    by_rows = {s.name: routes[s.name].exchange for s in specs if routes[s.name].by_rows}
+    sent = {s.layer: by_rows[s.name] for s in specs if s.kind == "linear.weight" and s.name in by_rows}
+    alone = (s.name for s in specs if sent.get(s.layer) != by_rows.get(s.name))
+    _stop("a bias must go by factors or owners if its weight does, and only then", alone)
     note = "" if plan.world == world else f"planned for {plan.world} rank{'s' * (plan.world != 1)}"
     layers = {}
     for n, s in here.items():

@@ -21,6 +21,7 @@ class Way:
         route: what it is called: ``dense``, ``factors``, or a codec's spec.
         sent: bytes a rank sends.
         link_s: seconds that its bytes (and collectives of its own) occupy the link.
+        late_s: those of them for what leaves with its bucket all the same, if it is early.
         shared_s: seconds for each collective it shares with the layers of its bucket that take the same route.
         before_s: of arithmetic in the backward pass, when its bucket is ready (compression).
         after_s: of arithmetic once it has come through (decompression, the product of factors).
@@ -36,6 +37,7 @@ class Way:
     after_s: float = 0.0
     saved_s: float = 0.0
     early: bool = False
+    late_s: float = 0.0
 
     @property
     def alone_s(self) -> float:
@@ -80,6 +82,34 @@ def factors(
     flags = link.all_reduce.alpha  # whether the rows are all there is: a word, once for a bucket
     wire = link.all_gather.seconds(sent)
     return Way(route, sent, wire, flags, before_s, after_s=rebuild_s, saved_s=local_s, early=True)
+
+
+def owners_sent(n: int, m: int, rows: int, world: int, itemsize: int = 4) -> tuple[int, int]:
+    """Bytes of rows and of blocks that a rank sends at most: blocks as long as the longest (commlib.factors.shares)."""
+    small, block = min(n, m), -(-max(n, m) // world)
+    return (world - 1) * (_HEADER + rows * (small + block) * itemsize), (world - 1) * small * block * itemsize
+
+
+def owners(n: int, m: int, rows: int, link: Link, *, local_s: float, itemsize: int = 4) -> Way:
+    """Rows of a linear layer to whom its blocks belong, and the blocks to all (Adam, OSDI 2014; arXiv 1512.06216).
+
+    What goes directly is priced as what goes around a ring. A rank's block of all ranks' product is as many FLOPs as
+    the product of its own rows, which it saves. Blocks leave when that is done: here, with their bucket, and the
+    product follows them; alone, the sum is the same.
+
+    Args:
+        n: outputs of the layer.
+        m: inputs.
+        rows: K of a rank, those that there is room for.
+        link: all ranks' common one.
+        local_s: seconds of the weight gradient from K rows.
+        itemsize: bytes of a value of rows and gradient.
+    """
+    early, late = owners_sent(n, m, rows, link.world, itemsize)
+    late_s = link.all_gather.beta * late
+    shared = link.all_reduce.alpha + link.all_gather.alpha  # the word that factors have; blocks, once for a bucket
+    seconds = link.all_gather.seconds(early) + late_s
+    return Way("owners", early + late, seconds, shared, after_s=local_s, saved_s=local_s, early=True, late_s=late_s)
 
 
 def compressed(

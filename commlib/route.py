@@ -13,7 +13,7 @@ from typing import Any
 
 from commlib.compressor import Compressor, LayerSpec
 from commlib.errors import unknown
-from commlib.exchange import EXCHANGES, Exchange
+from commlib.exchange import BY_ROWS, EXCHANGES, Exchange
 from commlib.exchange.scatter_gather import stripes
 from commlib.feedback import ErrorFeedback
 from commlib.registry import make
@@ -24,7 +24,7 @@ class Route:
     """An exchange and the codec whose payloads it carries. As text: ``onebit:axis=tensor@gather``.
 
     Args:
-        exchange: dense, gather, scatter_gather, low_rank, blocks or factors.
+        exchange: dense, gather, scatter_gather, low_rank, blocks, factors or owners.
         codec: taken as it is; wrap it in :class:`ErrorFeedback` if it needs that.
 
     Raises:
@@ -41,6 +41,11 @@ class Route:
     def carrier(self) -> Exchange:
         """The exchange's module."""
         return EXCHANGES[self.exchange]
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether the rows that a gradient is made of travel, and not the gradient (:mod:`commlib.factors`)."""
+        return self.exchange in BY_ROWS
 
     def refuse(self, spec: LayerSpec) -> str | None:
         """Why this pair cannot carry this layer, or None."""
@@ -70,10 +75,10 @@ def resolve(rule: Rule, world: int) -> Route:
         text, _, exchange = rule.partition("@") if isinstance(rule, str) else (rule, "", "")
         if text == "auto":
             raise ValueError("'auto' chooses for all layers by measurement: give it alone, not as a rule for some")
-        if text == "factors" and not exchange:
-            text, exchange = "none", "factors"
+        if isinstance(text, str) and text in BY_ROWS and not exchange:
+            text, exchange = "none", text
         codec = make("none" if text == "dense" else text)
-        if exchange.strip() == "factors" and isinstance(codec, ErrorFeedback):
+        if exchange.strip() in BY_ROWS and isinstance(codec, ErrorFeedback):
             codec = codec.inner  # rows are others every step: there is nothing to keep for them
         suited = codec.default_exchange or ("gather" if world <= 2 else "scatter_gather")
         route = Route(exchange.strip() or suited, codec)
@@ -229,9 +234,9 @@ def make_plan(specs: Sequence[LayerSpec], rules: Rules, *, world: int, min_size:
 
 def _with_weight(bias: PlannedLayer, weight: PlannedLayer) -> PlannedLayer:
     """A bias comes out of its weight's rows; where these are not sent it cannot, and where they are it must."""
-    if weight.route.exchange == "factors":
+    if weight.route.by_rows:
         return dataclasses.replace(bias, route=weight.route, reason="comes with its weight's rows")
-    if bias.route.exchange == "factors":
+    if bias.route.by_rows:
         return dataclasses.replace(bias, route=bias.dense, reason="its weight's rows are not sent")
     return bias
 

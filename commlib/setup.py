@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commlib.compressor import Compressor
+from commlib.exchange import BY_ROWS
 from commlib.groups import waits_on_stream
 from commlib.layer import LayerSpec
 from commlib.model import check_frozen_integers, inside, layer_specs, linear_layers, one_device
 from commlib.plan_file import pin
 from commlib.policy import Policy, policy_of
-from commlib.route import Plan, Rules, make_plan
+from commlib.route import Plan, Route, Rules, make_plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +74,9 @@ class Setup:
         else:
             rules = cast(Rules, compressor)  # no policy
             plan = make_plan(specs, rules, world=world, min_size=min_size)
-        sent = {p.spec.layer for p in plan if p.route.exchange == "factors"}
+        sent = {p.spec.layer for p in plan if p.route.by_rows}
         if sent and waits_on_stream(group, device):
-            raise ValueError("factors are not exchanged over NCCL yet: use Gloo, or another route")
+            raise ValueError("factors and owners are not exchanged over NCCL yet: use Gloo, or another route")
         return cls(specs, device, plan, frozenset(name for name in sent if name is not None), {})
 
     @classmethod
@@ -93,10 +93,10 @@ class Setup:
         choice = {
             name: p
             for name, p in compressed.items()
-            if any(str(x.route) == name and (x.spec.layer in layers or x.route.exchange != "factors") for x in p)
+            if any(str(x.route) == name and (x.spec.layer in layers or not x.route.by_rows) for x in p)
         }
         if layers:
-            choice["factors"] = make_plan(specs, "factors", world=world, min_size=min_size)
+            choice |= {name: make_plan(specs, name, world=world, min_size=min_size) for name in BY_ROWS}
         return cls(specs, device, plan.because(said, "measuring" if choice else why), layers, choice, said)
 
     @property
@@ -121,10 +121,14 @@ class Setup:
         """The most rounds that any route has, or may get."""
         return max(p.route.carrier().ROUNDS for plan in self.plans for p in plan)
 
-    def row_codecs(self) -> dict[str, Compressor]:
-        """Linear layer → what compresses its rows, by the plan to begin with."""
-        sent = [p for p in self.plan if p.route.exchange == "factors" and not p.route.codec.lossless]
-        return {p.spec.layer: p.route.codec for p in sent if p.spec.layer is not None}
+    def row_routes(self) -> dict[str, Route]:
+        """Linear layer → how its rows travel, by the plan to begin with."""
+        return {p.spec.layer: p.route for p in self.plan if p.route.by_rows and p.spec.layer is not None}
+
+    @property
+    def same_products(self) -> bool:
+        """Whether, by the plan to begin with, every rank multiplies the same rows; not so where each has an owner."""
+        return any(p.route.exchange == "factors" for p in self.plan)
 
     def remembers(self) -> bool:
         """Whether any route keeps something from step to step."""

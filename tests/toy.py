@@ -30,6 +30,7 @@ PAIRS = (  # every codec over every exchange that takes it; codecs with a ratio 
     "powersgd:rank=2@low_rank",
     "blocks:keep=0.2,staleness=6,block=32@blocks",
     "none@factors",
+    "none@owners",
 )
 
 
@@ -178,3 +179,36 @@ def through_delays(make: Callable[[], Trainer], steps: int) -> tuple[bool, bool,
     finally:
         patched._advance = original
     return torch.equal(calm.weights(), hasty.weights()), same_everywhere(calm.world, hasty.weights()), naps
+
+
+class Meeting:
+    """An all-gather or all-to-all that happens when the last rank has come."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.outs: list[Tensor] = []
+        self.payloads: list[Tensor] = []
+
+    def _allgather_base(self, out: Tensor, payload: Tensor) -> Any:
+        assert len({len(p) for p in [*self.payloads, payload]}) == 1, "ranks send different numbers of bytes"
+        self.outs.append(out)
+        self.payloads.append(payload.clone())
+        if len(self.outs) == self.size:
+            for o in self.outs:
+                o.copy_(torch.cat(self.payloads))
+            self.outs, self.payloads = [], []
+        return self
+
+    def alltoall_base(self, out: Tensor, send: Tensor, out_splits: list[int], splits: list[int]) -> Any:
+        assert out_splits == [splits[len(self.outs)]] * self.size, "ranks send other numbers of bytes than are expected"
+        self.outs.append(out)
+        self.payloads.append(send.clone())
+        if len(self.outs) == self.size:
+            parts = [torch.split(p, splits) for p in self.payloads]
+            for rank, o in enumerate(self.outs):
+                o.copy_(torch.cat([p[rank] for p in parts]))
+            self.outs, self.payloads = [], []
+        return self
+
+    def wait(self) -> None:
+        assert not self.outs, "a rank is missing"

@@ -9,7 +9,7 @@ from commlib.bench.lab import parse_rate
 from commlib.bench.record import Record
 from commlib.bench.report import Row
 
-_EXACT = ("ddp", "none", "dense", "factors", "auto")
+_EXACT = ("ddp", "none", "dense", "factors", "owners", "auto")
 _RATES = ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"))
 
 

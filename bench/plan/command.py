@@ -54,8 +54,9 @@ def plan(
     """How a model would scale over ranks, by scheme. No GPU, no ranks: arithmetic on layers, link and TFLOP/s.
 
     dense: plain DDP, an all-reduce of 25 MiB buckets beside the backward pass. no overlap: after it. factors: every
-    linear layer's rows travel instead of its gradient. auto: factors or dense for each, the least work that
-    comes within 2 % of the shortest step. adam: rows go to the rank that owns the layer, and the matrix back.
+    linear layer's rows travel instead of its gradient. owners: they go to whom its blocks belong, and the blocks to
+    all. auto: factors, owners or dense for each, the least work that comes within 2 % of the shortest step. adam: rows
+    go to the rank that owns the layer, and the matrix back.
 
     The link is a ring; a collective takes its latencies and its bytes over --gbit. The backward pass takes twice the
     forward pass. docs/plan.md has all assumptions. What a real cluster does is for `commlib bench train` to say.

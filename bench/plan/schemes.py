@@ -19,7 +19,8 @@ SCHEMES: Mapping[str, str] = {
     "dense": "all-reduce of every gradient in DDP's buckets, beside the backward pass",
     "no overlap": "the same, after the backward pass",
     "factors": "every linear layer by its factors, the rest dense",
-    "auto": "each linear layer by factors or dense, as commlib.choose decides",
+    "owners": "every linear layer's rows to the owners of its blocks, which send these to all; the rest dense",
+    "auto": "each linear layer by factors, owners or dense, as commlib.choose decides",
     "adam": "factors of every linear layer to the rank that owns it, which sends the matrix to all; the rest dense",
 }
 """Name → what it does, in the order of the table's columns."""
@@ -78,11 +79,13 @@ def outcomes(model: Model, setting: Setting, ranks: int) -> list[Outcome]:
         return [Outcome(1, scheme, alone, alone, dense) for scheme in SCHEMES]
     rows = {name: _factors(x, setting, link) for name, x in layers.items() if x.linear}
     owned = {name: _adam(x, setting, link) for name, x in layers.items() if x.linear}
-    chosen = choose(p, dense, {name: [way] for name, way in rows.items()})
+    blocks = {name: _owners(x, setting, link) for name, x in layers.items() if x.linear}
+    chosen = choose(p, dense, {name: [rows[name], blocks[name]] for name in rows})
     found: dict[str, tuple[Pass, Mapping[str, Way]]] = {
         "dense": (p, dense),
         "no overlap": (without_overlap(p), dense),
         "factors": (p, {**dense, **rows}),
+        "owners": (p, {**dense, **blocks}),
         "auto": (p, chosen.ways),
         "adam": (p, {**dense, **owned}),
     }
@@ -103,6 +106,11 @@ def _factors(layer: Layer, setting: Setting, link: Link) -> Way:
     local = _weight_gradient_s(layer, setting)
     n, m, rows = layer.outputs, layer.inputs, layer.rows * setting.batch
     return price.factors(n, m, rows, link, local_s=local, rebuild_s=link.world * local, itemsize=BYTES)
+
+
+def _owners(layer: Layer, setting: Setting, link: Link) -> Way:
+    local, rows = _weight_gradient_s(layer, setting), layer.rows * setting.batch
+    return price.owners(layer.outputs, layer.inputs, rows, link, local_s=local, itemsize=BYTES)
 
 
 def _adam(layer: Layer, setting: Setting, link: Link) -> Way:

@@ -35,7 +35,7 @@ def record_rows(model: Model, found: Sequence[Outcome]) -> list[Row]:
 
 
 def scaling(model: Model, found: Sequence[Outcome]) -> list[Row]:
-    """Speed-ups, a row a number of ranks, a column a scheme; and the step of auto."""
+    """Speed-ups, a row a number of ranks, a column a scheme; auto's step, and how many linear layers send rows."""
     rows: list[Row] = []
     for ranks, its in itertools.groupby(found, key=lambda o: o.ranks):
         by_scheme = {o.scheme: o for o in its}
@@ -44,8 +44,8 @@ def scaling(model: Model, found: Sequence[Outcome]) -> list[Row]:
             {
                 "ranks": ranks,
                 **{scheme: by_scheme[scheme].speedup for scheme in SCHEMES},
-                "auto: ms a step": auto.step_s * 1e3,
-                "by factors": f"{len(auto.changed)} of {len(model.linear)}",
+                "ms of auto": auto.step_s * 1e3,
+                "rows": f"{len(auto.changed)}/{len(model.linear)}",
             }
         )
     return rows
@@ -55,12 +55,18 @@ def routes(model: Model, found: Sequence[Outcome]) -> list[str]:
     """What auto chose, a line for every run of equal choices."""
     chosen = [o for o in found if o.scheme == "auto" and o.ranks > 1]
     said = []
-    for changed, run in itertools.groupby(chosen, key=lambda o: o.changed):
+    for names, run in itertools.groupby(chosen, key=lambda o: _by_route(model, o)):
         ranks = [o.ranks for o in run]
-        names = f"factors for {briefly(changed, model.linear)}" if changed else "all dense"
         where = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
         said.append(f"  {where} ranks: {names}")
     return said
+
+
+def _by_route(model: Model, found: Outcome) -> str:
+    """Route by route, the layers that are not dense."""
+    layers = {route: [n for n in found.changed if found.ways[n].route == route] for route in ("factors", "owners")}
+    said = [f"{route} for {briefly(names, model.linear)}" for route, names in layers.items() if names]
+    return "; ".join(said) or "all dense"
 
 
 def crossovers(model: Model, batch: int, ranks: Sequence[int]) -> list[dict[str, object]]:

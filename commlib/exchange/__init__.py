@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol, cast
 
@@ -10,8 +10,9 @@ from torch import Tensor
 
 from commlib.collective import Rounds
 from commlib.compressor import Compressor, LayerSpec
-from commlib.exchange import blocks, dense, factors, gather, low_rank, scatter_gather
+from commlib.exchange import blocks, dense, factors, gather, low_rank, owners, scatter_gather
 from commlib.exchange.item import Item, Stripe, World
+from commlib.factors.sending import Sending
 
 
 class Exchange(Protocol):
@@ -47,5 +48,12 @@ EXCHANGES: Mapping[str, Exchange] = MappingProxyType(
         "low_rank": cast(Exchange, low_rank),
         "blocks": cast(Exchange, blocks),
         "factors": cast(Exchange, factors),
+        "owners": cast(Exchange, owners),
     }
 )
+
+BY_ROWS: Mapping[str, Callable[[Compressor, int, int, World], Sending]] = MappingProxyType(
+    {"factors": factors.sending, "owners": owners.sending}
+)
+"""Exchanges of the rows that a linear layer's gradient is made of (:mod:`commlib.factors`), each with what sends them:
+given the codec, the layer's outputs and inputs, and this rank."""

@@ -10,25 +10,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from commlib.collective import AllReduce, Collective, Payers, Rounds
+from commlib.collective import Rounds
 from commlib.compressor import Compressor, LayerSpec
+from commlib.exchange import by_rows
+from commlib.exchange.by_rows import refuse
 from commlib.exchange.item import Item, Stripe, World
-from commlib.factors import payload
-from commlib.factors.trip import Again, First, Trip
+from commlib.factors.payload import Payload, Room
+from commlib.factors.sending import ToAll
 
-ROUNDS = 2
+__all__ = ["ROUNDS", "owned", "refuse", "rounds", "sending", "wire_bytes"]
+
+ROUNDS = by_rows.ROUNDS
 
 
-def refuse(codec: Compressor, spec: LayerSpec) -> str | None:
-    """For the weight and bias of linear layers; rows may be compressed by what keeps no memory."""
-    if (reason := payload.refuse(codec)) is not None:
-        return reason
-    if spec.layer is None:
-        return "its gradient has no factors: it is not of an nn.Linear of its own"
-    return None
+def sending(codec: Compressor, n: int, m: int, world: World) -> ToAll:
+    """To all ranks, of a layer with weight (N, M)."""
+    return ToAll(Payload(n, m, None if codec.lossless else codec), world)
 
 
 def wire_bytes(codec: Compressor, spec: LayerSpec, world: int) -> float:
@@ -37,8 +36,8 @@ def wire_bytes(codec: Compressor, spec: LayerSpec, world: int) -> float:
         return 0.0
     if spec.rows is None:
         return math.nan
-    room = payload.Room(spec.rows, spec.dtype if codec.lossless else torch.float32)
-    return (world - 1) * payload.Payload(*spec.matrix, None if codec.lossless else codec).nbytes(room)
+    room = Room(spec.rows, spec.dtype if codec.lossless else Room.dtype)
+    return sending(codec, *spec.matrix, World(0, world)).busiest(room)
 
 
 def owned(codec: Compressor, spec: LayerSpec, world: World) -> Stripe | None:
@@ -47,62 +46,8 @@ def owned(codec: Compressor, spec: LayerSpec, world: World) -> Stripe | None:
 
 
 def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
-    """Wait for the rows; gather them again or sum the matrices where any rank asks for it; multiply.
-
-    Headers have left with the rows, perhaps before a rank knew that there would be other gradient. So one word a
-    layer travels with the bucket, when that is certain.
-    """
-    trips = [(item, _trip(item)) for item in items]
-    late = torch.tensor([trip.late for _, trip in trips], dtype=torch.int32, device=items[0].grad.device)
-    yield [
-        *(First(trip, _payers(item)) for item, trip in trips),
-        AllReduce(late, [(item.meter, late.itemsize) for item in items]),
-    ]
-    heard = [trip.way() for _, trip in trips]
-    ways = ["summed" if n else way for n, way in zip(late.tolist(), heard, strict=True)]
-    second: list[Collective] = []
-    for way, (item, trip) in zip(ways, trips, strict=True):
-        if way == "again":
-            second.append(Again(trip, _payers(item)))
-        elif way == "summed":
-            with item.meter.phase("compress"):
-                _add(item, trip.own())
-                item.grad.mul_(1 / world.size)
-            second.append(AllReduce(item.grad, [(item.meter, item.grad.nbytes)]))
-    if second:
-        yield second
-    for way, (item, trip) in zip(ways, trips, strict=True):
-        if way != "summed":
-            with item.meter.phase("decompress"):
-                _write(item, trip.everyone())
-
-
-def _trip(item: Item) -> Trip:
-    if item.trip is None:
-        raise ValueError(f"{item.spec.name} has no factors in this step")  # refuse() has been passed over
-    return item.trip
-
-
-def _payers(item: Item) -> Payers:
-    return [(item.meter, 1)] if item.spec.kind == "linear.weight" else []
-
-
-def _write(item: Item, rows: tuple[Tensor, Tensor]) -> None:
-    """The gradient that rows make: of a weight VᵀU, of a bias the sum of V."""
-    u, v = rows
-    grad = item.grad.view(item.spec.shape)
-    if item.spec.kind != "linear.weight":
-        torch.sum(v, 0, out=grad) if grad.dtype == v.dtype else grad.copy_(v.sum(0))
-    elif grad.dtype == v.dtype:
-        torch.mm(v.t(), u, out=grad)
-    else:
-        grad.copy_(v.t() @ u)
-
-
-def _add(item: Item, rows: tuple[Tensor, Tensor] | None) -> None:
-    """Add this rank's own to what there is besides."""
-    if rows is None:
-        return
-    u, v = rows
-    grad = item.grad.view(item.spec.shape)
-    grad.add_((v.sum(0) if item.spec.kind != "linear.weight" else v.t() @ u).to(grad.dtype))
+    """Collect the rows, and multiply them."""
+    for item in (yield from by_rows.collect(items, world)):
+        with item.meter.phase("decompress"):
+            grad = item.grad.view(item.spec.shape)
+            by_rows.multiply(by_rows.trip_of(item).everyone(), grad, weight=item.spec.kind == "linear.weight")

@@ -66,7 +66,7 @@ class Item:
         seeds: for random codecs.
         meter: where its bytes and seconds are counted.
         owner: slots for re-encoding the stripe this rank owns (scatter_gather only).
-        trip: the rows of its layer in this step (factors only).
+        trip: the rows of its layer in this step (factors and owners only).
     """
 
     spec: LayerSpec

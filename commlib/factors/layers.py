@@ -2,7 +2,8 @@
 
 Which thread: the taps, :meth:`FactorLayers.complete` and :meth:`FactorLayers.trip` run in the thread of the backward
 pass, and only that one issues first rounds, on a process group that carries nothing else, in the order of
-:class:`commlib.factors.order.Order`. So that group sees the same sequence on every rank. Nothing waits here.
+:class:`commlib.factors.order.Order`. So that group sees the same sequence on every rank: of all-gathers and
+all-to-alls, as the layers' routes say, which ranks share. Nothing waits here.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commlib.compressor import Compressor
+from commlib.exchange import BY_ROWS
 from commlib.exchange.item import Seeds, World
 from commlib.factors.order import Order
-from commlib.factors.payload import Payload
 from commlib.factors.tap import Tap
 from commlib.factors.trip import Habit, Trip
 from commlib.model import linear_layers
+from commlib.route import Route
 
 
 class Observer(Protocol):
@@ -44,7 +46,8 @@ class FactorLayers:
         world: this rank.
         on: whether the step under way exchanges factors (not in a dense warm-up); False once its object is gone.
         seeds: of a layer, in the step under way.
-        codecs: layer → what compresses its rows; others are sent as they are.
+        routes: layer → the exchange of its rows, by name, and the codec; others are as plain ones until
+            :meth:`activate`.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class FactorLayers:
         world: World,
         on: weakref.WeakMethod[Callable[[], bool]],
         seeds: weakref.WeakMethod[Callable[[str], Seeds]],
-        codecs: Mapping[str, Compressor],
+        routes: Mapping[str, Route],
     ) -> None:
         self._ddp, self._modules, self._world, self._on, self._seeds = weakref.ref(ddp), modules, world, on, seeds
         self._habits = {name: Habit() for name in modules}
@@ -67,7 +70,8 @@ class FactorLayers:
         self._group: Any = None
         self.observer: Observer | None = None
         self.watch = False  # whether the observer is told of rows
-        self.activate(list(modules)[::-1], codecs=codecs)  # the backward pass meets the last first, mostly
+        order = [name for name in reversed(list(modules)) if name in routes]  # the backward pass meets the last first
+        self.activate({name: routes[name] for name in order})
 
     @classmethod
     def of(
@@ -77,7 +81,7 @@ class FactorLayers:
         world: World,
         on: weakref.WeakMethod[Callable[[], bool]],
         seeds: weakref.WeakMethod[Callable[[str], Seeds]],
-        codecs: Mapping[str, Compressor],
+        routes: Mapping[str, Route],
         *,
         watched: bool,
     ) -> FactorLayers | None:
@@ -93,31 +97,24 @@ class FactorLayers:
                 "factors are caught in the DDP model's passes: attach to the DistributedDataParallel itself"
             )
         modules = {n: m for n, m in linear_layers(module.module).items() if n in names}
-        return cls(module, modules, world, on, seeds, codecs)
+        return cls(module, modules, world, on, seeds, routes)
 
-    def activate(
-        self,
-        order: Sequence[str],
-        rows: Mapping[str, int] | None = None,
-        codecs: Mapping[str, Compressor] | None = None,
-    ) -> None:
+    def activate(self, routes: Mapping[str, Route], rows: Mapping[str, int] | None = None) -> None:
         """From the next step on, these layers exchange factors, in this order; alike on every rank.
 
         Only between an exchange and the next forward pass.
 
         Args:
-            order: names of layers.
+            routes: layer → how its rows travel.
             rows: layer → rows to have room for; others have what they had lately.
-            codecs: layer → what compresses its rows; others are sent as they are.
         """
-        self._codecs = codecs or {}
-        self._order = Order(order)
-        self._active = frozenset(order)
+        self._routes = dict(routes)
+        self._order = Order(list(routes))
         for name, count in (rows or {}).items():
             self._habits[name].expect(count)
 
     def terms(self) -> dict[str, str]:
-        """What ranks must have in common: every rank multiplies for itself, and must come to the same bits."""
+        """What ranks must have in common where each multiplies for itself, and must come to the same bits."""
         return {
             "arithmetic": f"{torch.__version__}, {torch.backends.cpu.get_cpu_capability()}",
             "threads": str(torch.get_num_threads()),
@@ -155,7 +152,7 @@ class FactorLayers:
     def on(self, name: str) -> bool:
         """As :meth:`commlib.factors.tap.Owner.on`."""
         asked = self._on()
-        return self._armed and name in self._active and asked is not None and asked()
+        return self._armed and name in self._routes and asked is not None and asked()
 
     def watching(self) -> bool:
         """As :meth:`commlib.factors.tap.Owner.watching`."""
@@ -222,16 +219,16 @@ class FactorLayers:
 
     def _trip(self, name: str) -> Trip:
         if name not in self._trips:
-            weight = self._taps[name].module.weight
-            codec = self._codecs.get(name)
+            weight, route = self._taps[name].module.weight, self._routes[name]
             n, m = weight.shape
-            payload, seeds = Payload(n, m, codec), functools.partial(self._seeds_of, name, codec)
-            self._trips[name] = Trip(payload, self._habits[name], self._world, weight.device, seeds)
+            sending = BY_ROWS[route.exchange](route.codec, n, m, self._world)
+            seeds = functools.partial(self._seeds_of, name, route.codec)
+            self._trips[name] = Trip(sending, self._habits[name], weight.device, seeds)
         return self._trips[name]
 
-    def _seeds_of(self, name: str, codec: Compressor | None) -> tuple[int, int]:
+    def _seeds_of(self, name: str, codec: Compressor) -> tuple[int, int]:
         seeds = self._seeds()
-        if codec is None or not codec.random or seeds is None:
+        if not codec.random or seeds is None:
             return 0, 0
         drawn = seeds(name)
         return drawn.of(codec, self._world.rank, "u"), drawn.of(codec, self._world.rank, "v")

@@ -64,7 +64,7 @@ class Payload:
         """
         for i, (part, width) in enumerate(zip(self._parts(body, room), (self.m, self.n), strict=True)):
             if self.codec is None:
-                _stack([r[i] for r in rows], part.view(room.dtype).view(-1, width))
+                _stack([r[i] for r in rows], part.view(room.dtype).view(room.rows, width))
                 continue
             values = torch.zeros(room.rows, width, device=body.device)
             _stack([r[i] for r in rows], values)
@@ -80,7 +80,7 @@ class Payload:
 
     def _values(self, part: Tensor, room: Room, width: int) -> Tensor:
         if self.codec is None:
-            return part.view(room.dtype).view(-1, width)
+            return part.view(room.dtype).view(room.rows, width)
         values = torch.empty(room.rows, width, device=part.device)
         self.codec.decompress(part[: self.codec.nbytes(self._spec(room, width))], values)
         return values

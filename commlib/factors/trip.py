@@ -1,10 +1,10 @@
 """The factors of one layer on their way through one step: a header and as many rows as are usual.
 
-An all-gather wants the same number of bytes from every rank, but batches differ. So each rank sends a header with
+A collective wants the same number of bytes from every rank, but batches differ. So each rank sends a header with
 its number of rows, and room for as many rows as any rank had lately; what is not filled is zeros. Only if a rank
 has more (as in the first step) a second round follows: the rows again, with room for all; or an all-reduce of the
 matrices, where that takes fewer bytes or where a rank has gradient that did not come from rows. Every rank decides
-from the same headers, so all decide alike.
+from the same headers, so all decide alike. To whom rows go is for :mod:`commlib.factors.sending` to know.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from torch import Tensor
 
 from commlib.collective import Payers
 from commlib.errors import CommlibError
-from commlib.exchange.item import World
-from commlib.factors.payload import DTYPES, Payload, Room
+from commlib.factors.payload import DTYPES, Room
+from commlib.factors.sending import HEADER, Sending
 from commlib.factors.tap import Rows
 
-_HEADER = 16  # bytes: number of rows and flags, as int64
 _DIRTY = 1 << 8  # flag: there is gradient besides the rows; the low byte is the index of the rows' dtype
 _LATELY = 20  # steps after which room that nobody needed is given up
 
 Way = Literal["gathered", "again", "summed"]
-"""How a layer's step ends: with what has come, with the rows gathered again, or with the matrices all-reduced."""
+"""How a layer's step ends: with what has come, with the rows sent again, or with the matrices all-reduced."""
 
 
 class Habit:
@@ -52,23 +51,20 @@ class Trip:
     """One layer in one step. It exists from when anybody asks for it, and starts when its turn has come.
 
     Args:
-        payload: how its rows are written.
+        sending: to whom its rows go.
         habit: of the layer; takes note of this step.
-        world: this rank.
         device: where the gradient is.
         seeds: of a random codec, for inputs and output gradients; asked for at the start, as lanes know no steps.
     """
 
     def __init__(
         self,
-        payload: Payload,
+        sending: Sending,
         habit: Habit,
-        world: World,
         device: torch.device,
         seeds: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
-        self._payload, self._ask_seeds, self._seeds = payload, seeds, (0, 0)
-        self.world = world
+        self._sending, self._ask_seeds, self._seeds = sending, seeds, (0, 0)
         self._habit, self._room, self._device = habit, habit.room, device
         self._first = self._next = habit.room
         self._rows: list[Rows] = []
@@ -85,7 +81,7 @@ class Trip:
     # -- the first round: issued in the order that all ranks keep, by the thread of the backward pass --
 
     def start(self, rows: Sequence[Rows], dirty: bool, group: Any) -> None:
-        """Start the all-gather of what there is usually room for.
+        """Send what there is usually room for.
 
         Args:
             rows: what this rank has caught; empty if it did not use the layer.
@@ -96,9 +92,9 @@ class Trip:
             TypeError: rows of a dtype that cannot travel.
         """
         self._rows, self._seeds = list(rows), self._ask_seeds()
-        self._dtype = self._payload.dtype(self._rows, self._room.dtype)
+        self._dtype = self._sending.payload.dtype(self._rows, self._room.dtype)
         self._flags = DTYPES.index(self._dtype) + (_DIRTY if dirty else 0)
-        self._gather(group, self._room, self.count <= self._room.rows and self._dtype == self._room.dtype)
+        self._send(group, self._room, self.count <= self._room.rows and self._dtype == self._room.dtype)
         self._started.set()
 
     def add(self, rows: Sequence[Rows]) -> None:
@@ -116,6 +112,11 @@ class Trip:
             self._started.set()
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """(N, M) of the weight."""
+        return self._sending.shape
+
+    @property
     def count(self) -> int:
         """Rows of this rank."""
         return sum(len(u) for u, _ in self._rows)
@@ -128,20 +129,14 @@ class Trip:
         self._works[-1].wait()
 
     def wire_bytes(self) -> float:
-        """Bytes this rank sends in the first round, in a ring."""
-        return (self.world.size - 1) * self._nbytes(self._first)
+        """Bytes this rank sends in the first round."""
+        return self._sending.sent(self._first)
 
-    def _gather(self, group: Any, room: Room, fits: bool) -> None:
-        payload = torch.zeros(self._nbytes(room), dtype=torch.uint8, device=self._device)
-        payload[:_HEADER].view(torch.int64).copy_(torch.tensor([self.count, self._flags]))
-        if fits:
-            self._payload.write(payload[_HEADER:], room, self._rows, self._seeds)
-        self._room = room
-        self._out = torch.empty(self.world.size * len(payload), dtype=torch.uint8, device=self._device)
-        self._works.append(group._allgather_base(self._out, payload))
-
-    def _nbytes(self, room: Room) -> int:
-        return _HEADER + self._payload.nbytes(room)
+    def _send(self, group: Any, room: Room, fits: bool) -> None:
+        head = torch.tensor([self.count, self._flags], device=self._device)
+        self._room, rows = room, self._rows if fits else None
+        self._out, work = self._sending.start(group, head, room, rows, self._seeds)
+        self._works.append(work)
 
     # -- what comes then, in the lanes --
 
@@ -153,16 +148,13 @@ class Trip:
             return self._way
 
     def _decide(self) -> Way:
-        heads = [part[:_HEADER].view(torch.int64).tolist() for part in self._each()]
+        heads = [part[:HEADER].view(torch.int64).tolist() for part in self._each()]
         most = max(rows for rows, _ in heads)
         dtypes = [DTYPES[flags & 0xFF] for rows, flags in heads if rows]
         dtype = dtypes[0] if dtypes else self._room.dtype
         for other in dtypes:
             dtype = torch.promote_types(dtype, other)
-        size = self.world.size
-        gathered = (size - 1) * self._nbytes(Room(most, dtype))
-        summed = 2 * (size - 1) / size * self._payload.m * self._payload.n * torch.float32.itemsize
-        worth = gathered < summed
+        worth = self._pays(Room(most, dtype))
         self._habit.saw(most if worth else 0, dtype)
         if any(flags & _DIRTY for _, flags in heads):
             return "summed"
@@ -173,15 +165,24 @@ class Trip:
             return "again"
         return "summed"
 
+    def _pays(self, room: Room) -> bool:
+        """Whether so many rows a rank take fewer bytes than an all-reduce of the matrices."""
+        size, (n, m) = self._sending.world.size, self.shape
+        summed = 2 * (size - 1) / size * n * m * torch.float32.itemsize
+        return self._sending.busiest(room) + (size - 1) * HEADER < summed
+
     def again(self, group: Any) -> float:
-        """Start the second all-gather, unless the layer's other parameter has; the bytes that takes this rank."""
+        """Send the rows once more, unless the layer's other parameter has; the bytes that takes this rank."""
         if len(self._works) > 1:
             return 0.0
-        self._gather(group, self._next, True)
-        return (self.world.size - 1) * self._nbytes(self._next)
+        self._send(group, self._next, True)
+        return self._sending.sent(self._next)
 
     def everyone(self) -> Rows:
-        """The rows of all ranks, in rank order, V divided by P; the same bits on every rank."""
+        """The rows of all ranks, in rank order, V divided by P, as far as they are sent here.
+
+        U is (ΣK, inputs), V (ΣK, outputs) of what this rank multiplies. What several ranks get is the same bits.
+        """
         with self._lock:
             if self._all is None:
                 self._all = self._unpack()
@@ -191,10 +192,10 @@ class Trip:
     def _unpack(self) -> Rows:
         us, vs = [], []
         for part in self._each():
-            u, v = self._payload.read(part[_HEADER:], self._room, int(part[:_HEADER].view(torch.int64)[0]))
+            u, v = self._sending.payload.read(part[HEADER:], self._room, int(part[:HEADER].view(torch.int64)[0]))
             us.append(u)
             vs.append(v)
-        return _wide(torch.cat(us)), _wide(torch.cat(vs)) / self.world.size
+        return _wide(torch.cat(us)), _wide(torch.cat(vs)) / self._sending.world.size
 
     def own(self) -> Rows | None:
         """This rank's rows, or None."""
@@ -203,8 +204,8 @@ class Trip:
         return _wide(torch.cat([u for u, _ in self._rows])), _wide(torch.cat([v for _, v in self._rows]))
 
     def _each(self) -> list[Tensor]:
-        n = len(self._out) // self.world.size
-        return [self._out[i * n : (i + 1) * n] for i in range(self.world.size)]
+        n = len(self._out) // self._sending.world.size
+        return [self._out[i : i + n] for i in range(0, len(self._out), n)]
 
 
 class First:

@@ -176,10 +176,8 @@ class Manager:
         found = {}
         for name, route in self._routes.items():
             if not route.codec.lossless:
-                by = (
-                    Route("gather", route.codec) if route.exchange == "factors" else route
-                )  # every rank decodes them all
-                found[name] = measure(by, self._world, self._device)
+                timed = Route("gather", route.codec) if route.by_rows else route  # every rank decodes them all
+                found[name] = measure(timed, self._world, self._device)
         return found
 
     def _wire(self) -> float:
@@ -204,9 +202,8 @@ class Manager:
         self._left = decision.steps
         self._wire_before = self._wire()
         self._factors.watch = decision.watch
-        codecs = {n: self._routes[r].codec for n, r in decision.routes.items() if self._routes[r].exchange == "factors"}
-        compressed = {n: codec for n, codec in codecs.items() if not codec.lossless}
-        self._factors.activate(list(codecs), decision.rows, compressed)
+        routes = {name: self._routes[r] for name, r in decision.routes.items()}
+        self._factors.activate({name: r for name, r in routes.items() if r.by_rows}, decision.rows)
 
 
 def _seconds(meter: Meter) -> float:

@@ -16,7 +16,7 @@ from commlib.link import Link
 from commlib.manager.codecs import Cost
 from commlib.manager.sheet import Figures
 from commlib.overlap import Bucket, Pass, finish
-from commlib.price import Way, compressed, dense, factors
+from commlib.price import Way, compressed, dense, factors, owners, owners_sent
 from commlib.route import Plan, Route
 
 
@@ -186,11 +186,11 @@ class Model:
         plain, known = self._dense(p, link), _Known(p, f, link, products)
         others, reasons = {}, {}
         for name in plain:
-            way = barred.get(name) or self._factors(name, known)
-            if isinstance(way, str):
-                reasons[name] = way
+            ways = barred.get(name) or self._exact(name, known)
+            if isinstance(ways, str):
+                reasons[name] = ways
             else:
-                others[name] = [way]
+                others[name] = ways
         chosen = choose(p, plain, others)
         chosen = dataclasses.replace(chosen, reasons={**chosen.reasons, **reasons})
         smaller = {n: self._smaller(n, known, codecs) for n in plain if n not in barred}
@@ -218,12 +218,27 @@ class Model:
             unit = self.units.get(name)
             if unit is not None and unit.shape is not None and world > 1:
                 sent = min(_rows_nbytes(unit, count, codec) for codec in (None, *self._row_codecs.values()))
-                if (world - 1) * sent < 2 * (world - 1) / world * unit.nbytes:
+                least = min((world - 1) * sent, _owners_nbytes(unit, count, world))
+                if least < 2 * (world - 1) / world * unit.nbytes:
                     found[name] = (*unit.shape, count)
         return found
 
     def _dense(self, p: Pass, link: Link) -> dict[str, Way]:
         return {u: dense(self.units[u].nbytes, link) for b in p.buckets for u in b.layers}
+
+    def _exact(self, name: str, known: _Known) -> list[Way] | str:
+        """A unit's exact ways besides dense, or why there is none."""
+        found = [self._factors(name, known), self._owners(name, known)]
+        return [way for way in found if not isinstance(way, str)] or str(found[0])
+
+    def _owners(self, name: str, known: _Known) -> Way | str:
+        """Its rows to owners; what it costs to compute follows from the product of its own rows, on any machine."""
+        unit, rows, link = self.units[name], known.f.rows.get(name), known.link
+        if unit.shape is None or rows is None or name not in known.p.rows or name not in known.products:
+            return "as for factors"
+        if _owners_nbytes(unit, rows, link.world) >= 2 * (link.world - 1) / link.world * unit.nbytes:
+            return f"{rows} rows a rank and a block are more bytes than the gradient"
+        return owners(*unit.shape, rows, link, local_s=known.products[name][0], itemsize=unit.itemsize)
 
     def _factors(self, name: str, known: _Known, route: str = "factors", cost: Cost | None = None) -> Way | str:
         """The way of a unit's rows, or why there is none."""
@@ -263,6 +278,11 @@ def _rows_nbytes(unit: Unit, rows: int, codec: Compressor | None) -> int:
     """Bytes of a rank's rows."""
     n, m = unit.shape or (0, 0)
     return rows * (n + m) * unit.itemsize if codec is None else payload.Payload(n, m, codec).nbytes(payload.Room(rows))
+
+
+def _owners_nbytes(unit: Unit, rows: int, world: int) -> int:
+    """Bytes a rank sends by owners."""
+    return sum(owners_sent(*(unit.shape or (0, 0)), rows, world, unit.itemsize))
 
 
 def routes(choice: Choice, seen: Mapping[str, float]) -> dict[str, str]:

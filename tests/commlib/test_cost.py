@@ -66,6 +66,25 @@ def test_balanced_blocks_cost_a_worker_what_adams_do_with_one_server_and_more_wi
     assert cost.blocks_worker(s) >= cost.adam_worker(s)
 
 
+def test_the_oracle_of_blocks_on_four_machines() -> None:
+    tall = Shape(m=4096, n=20_480, rows=32, workers=4, servers=4)
+    assert cost.blocks_colocated(tall) == 2 * 3 * (32 * (4096 + 5120) + 4096 * 5120) == 127_598_592
+    assert cost.blocks_colocated(dataclasses.replace(tall, m=20_480, n=4096)) == 127_598_592
+    with pytest.raises(ValueError, match="4 workers are as many servers; got 2"):
+        cost.blocks_colocated(dataclasses.replace(tall, servers=2))
+
+
+@given(SHAPES, st.integers(1, 64))
+def test_blocks_balance_what_adams_owner_moves_and_beat_a_ring_up_to_their_crossover(s: Shape, p: int) -> None:
+    s = dataclasses.replace(s, workers=p, servers=p)
+    moved, small, large = cost.blocks_colocated(s), min(s.m, s.n), max(s.m, s.n)
+    # Adam's owner gets all rows and sends the matrix; with blocks all machines together move no less than it does.
+    assert p * moved >= 2 * cost.adam_colocated(s) * (1 - 1e-12)
+    even = s.matrix / (p * small + large)
+    if p > 1 and abs(s.rows - even) > 1e-9 * even:
+        assert (moved < cost.ps_colocated(s)) == (s.rows < even)
+
+
 @given(SHAPES.filter(lambda s: s.workers >= 3 and s.rows > 0))
 def test_sacp_chooses_by_the_share_of_factors_in_the_matrix(s: Shape) -> None:
     share = s.factors / s.matrix

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
+from commlib.exchange import BY_ROWS
 from commlib.exchange.item import World
 from fleet import Fleet
 
@@ -241,7 +242,7 @@ def snapshot(module: nn.Module) -> list[Tensor]:
 def run_case(world: World, name: str) -> dict[str, Outcome]:
     case = CASES[name]
     runs = {"plain DDP": train(world, case, None), "none": train(world, case, "none")}
-    return {**runs, **{codec: train(world, case, codec) for codec in (*case.codecs, "factors")}}
+    return {**runs, **{codec: train(world, case, codec) for codec in (*case.codecs, *BY_ROWS)}}
 
 
 def equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
@@ -265,7 +266,7 @@ def test_it_trains_as_ddp_does(fleet: Fleet, name: str):
     """Replicas equal bit for bit with every codec, "none" equals plain DDP, and the loss goes down."""
     case = CASES[name]
     ranks = fleet.run(case.size, run_case, name)
-    for codec in ("none", *case.codecs, "factors"):
+    for codec in ("none", *case.codecs, *BY_ROWS):
         assert all_equal([r[codec].values for r in ranks]), f"{codec}: replicas differ"
         assert ranks[0][codec].steps == STEPS, codec
         assert ranks[0][codec].moved, codec
@@ -273,7 +274,8 @@ def test_it_trains_as_ddp_does(fleet: Fleet, name: str):
         losses = [sum(step) / case.size for step in zip(*(r[codec].losses for r in ranks), strict=True)]
         assert losses[-1] < 0.9 * losses[0], f"{codec}: {losses}"
     assert equal(ranks[0]["none"].values, ranks[0]["plain DDP"].values), '"none" is not plain DDP'
-    assert ranks[0]["factors"].losses == pytest.approx(ranks[0]["plain DDP"].losses, rel=0.02), "factors are exact"
+    for exact in BY_ROWS:
+        assert ranks[0][exact].losses == pytest.approx(ranks[0]["plain DDP"].losses, rel=0.02), f"{exact} is exact"
 
 
 # -- accumulation, Join -------------------------------------------------------------------------
@@ -320,7 +322,7 @@ def test_gradients_accumulated_under_no_sync_are_exchanged_once_and_count_one_st
 def join_uneven(world: World) -> list[list[Tensor]]:
     """Rank r has 10 + 3r batches."""
     results = []
-    for codec in (None, "none", "onebit", "powersgd:rank=2", "factors"):
+    for codec in (None, "none", "onebit", "powersgd:rank=2", *BY_ROWS):
         torch.manual_seed(0)
         ddp = DistributedDataParallel(mlp())
         if codec is not None:
@@ -338,7 +340,7 @@ def join_uneven(world: World) -> list[list[Tensor]]:
 
 def test_join_with_uneven_numbers_of_batches_ends_with_equal_replicas(fleet: Fleet):
     ranks = fleet.run(3, join_uneven)
-    for i in range(5):
+    for i in range(6):
         assert all_equal([r[i] for r in ranks])
         assert all(v.isfinite().all() for v in ranks[0][i])
 

@@ -28,7 +28,16 @@ from toy import Trainer, same_everywhere
 
 FAST = commlib.RateLimit(2000, burst=4096)  # hardly a nap, and pieces of about a kilobyte
 RULES: list[Any] = [
-    *("none", "fp16", "int8@gather", "onebit@scatter_gather", "none@scatter_gather", "powersgd:rank=2", "factors"),
+    *(
+        "none",
+        "fp16",
+        "int8@gather",
+        "onebit@scatter_gather",
+        "none@scatter_gather",
+        "powersgd:rank=2",
+        "factors",
+        "owners",
+    ),
     {"0.*": "factors", "2.*": "powersgd:rank=2", "*": "topk:ratio=0.1@gather"},
     "blocks:keep=0.2,staleness=4,order=fifo,block=32",  # by magnitude, a last bit may decide which block goes
 ]
@@ -127,7 +136,7 @@ def stress(world: World, rules: list[Any], steps: int) -> list[tuple[float, bool
 
 
 MIXED: list[Any] = [
-    {"layers.0.*": "factors", "layers.1.*": "powersgd:rank=2", "layers.2.*": "int8@scatter_gather", "*": "none"},
+    {"layers.0.*": "factors", "layers.1.*": "powersgd:rank=2", "layers.2.*": "int8@scatter_gather", "*": "owners"},
     {"layers.0.*": "topk:ratio=0.1@gather", "layers.4.*": "factors", "*": "blocks:keep=0.2,order=fifo,block=64"},
 ]
 

@@ -97,6 +97,7 @@ def test_early_rows_leave_before_their_bucket() -> None:
     assert finish(p, {"a": way(5, "factors")}) == 10  # from 2 to 7
     assert finish(p, {"a": way(5, "factors", shared_s=1)}) == 11  # the flags go with the bucket
     assert finish(p, {"a": way(9, "factors")}) == 11
+    assert finish(p, {"a": dataclasses.replace(way(9, "factors"), late_s=4)}) == 10 + 4  # what leaves with the bucket
 
 
 def test_early_rows_that_find_the_link_busy_wait() -> None:

@@ -54,6 +54,7 @@ SCENES = {
     "killed, powersgd": Scene("powersgd:rank=2"),
     "killed, none": Scene("none"),
     "killed, factors": Scene("factors"),
+    "killed, owners": Scene("owners"),
     "killed, none, limited": Scene("none", limit=SLOW),
     "killed, powersgd, limited": Scene("powersgd:rank=2", limit=SLOW),
     "killed, factors, limited": Scene("factors", limit=SLOW),

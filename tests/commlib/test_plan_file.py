@@ -444,11 +444,15 @@ def test_a_scalar_cannot_be_shared_out_among_more_ranks() -> None:
         pin(Plan({"temperature": PlannedLayer(scalar, route, route, "")}, 4), [scalar], 4)
 
 
-@pytest.mark.parametrize("alone", ["0.weight", "0.bias"])
-def test_a_weight_and_its_bias_go_both_by_factors_or_neither(alone: str) -> None:
-    with pytest.raises(ValueError, match=r"a bias must go by factors if its weight does, and only then: 0\.bias$"):
-        pin(rerouted({alone: "factors"}), SPECS, 4)
-    pin(rerouted(dict.fromkeys(["0.weight", "0.bias"], "factors")), SPECS, 4)
+@pytest.mark.parametrize("routes", [{"0.weight": "factors"}, {"0.bias": "factors"}, {"0.weight": "owners"}])
+def test_a_weight_and_its_bias_go_both_by_factors_or_neither(routes: dict[str, str]) -> None:
+    said = r"a bias must go by factors or owners if its weight does, and only then: 0\.bias$"
+    with pytest.raises(ValueError, match=said):
+        pin(rerouted(routes), SPECS, 4)
+    with pytest.raises(ValueError, match=said):
+        pin(rerouted({"0.weight": "factors", "0.bias": "owners"}), SPECS, 4)
+    for route in ("factors", "owners"):
+        pin(rerouted(dict.fromkeys(["0.weight", "0.bias"], route)), SPECS, 4)
 
 
 def test_a_linear_layer_may_be_the_whole_model() -> None:

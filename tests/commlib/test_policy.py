@@ -61,6 +61,7 @@ def test_what_is_no_codec_is_refused_at_once(codecs: Any, error: type[Exception]
     [
         ("none", "loses nothing"),
         ("factors", "loses nothing"),
+        ("owners", "loses nothing"),
         ("none@gather", "loses nothing"),
         ("dgc:ratio=0.1", "keeps the optimizer's momentum"),
         ("onebitt", "did you mean 'onebit'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from commlib import cost, price
 from commlib.cost import Shape
 from commlib.exchange.item import World
-from commlib.factors.payload import Payload
+from commlib.factors.payload import Payload, Room
+from commlib.factors.sending import ToAll, ToOwners
 from commlib.factors.trip import Habit, Trip
 from commlib.link import Line, Link
 
@@ -80,7 +82,7 @@ def test_a_dense_exchange_takes_what_a_ring_does_by_the_textbook(s: Shape, laten
 def test_a_layer_s_rows_are_as_many_bytes_as_its_trip_sends_but_for_padding(s: Shape) -> None:
     habit = Habit()
     habit.expect(s.rows)
-    trip = Trip(Payload(s.n, s.m), habit, World(0, s.workers), torch.device("cpu"))
+    trip = Trip(ToAll(Payload(s.n, s.m), World(0, s.workers)), habit, torch.device("cpu"))
     padding = trip.wire_bytes() - factors(s, Link.ring(s.workers, 1, 0)).sent
     assert padding == (s.workers - 1) * (-s.factors * F32 % 8)  # the next rank's header begins at a multiple of 8
 
@@ -93,6 +95,28 @@ def test_rows_pay_a_gather_and_a_product_and_save_the_local_one(s: Shape, local_
     assert way.shared_s == link.all_reduce.alpha  # a word whether the rows are all there is
     assert way.alone_s == pytest.approx(way.link_s + rebuild_s - local_s)
     assert (way.route, way.early, way.before_s) == ("factors", True, 0)
+
+
+@given(SHAPES, st.floats(0, 1))
+def test_owners_pay_two_collectives_and_their_blocks_and_compute_what_they_save(s: Shape, local_s: float) -> None:
+    link = Link(s.workers, ODD.all_reduce, ODD.all_gather)
+    way = price.owners(s.n, s.m, s.rows, link, local_s=local_s)
+    assert way.link_s == pytest.approx(link.all_gather.seconds(way.sent))
+    assert 0 < way.late_s < way.link_s
+    assert way.shared_s == link.all_reduce.alpha + link.all_gather.alpha
+    assert (way.after_s, way.saved_s, way.before_s) == (local_s, local_s, 0)
+    assert (way.route, way.early) == ("owners", True)
+
+
+@given(SHAPES, st.booleans())
+def test_owners_are_the_bytes_that_the_cost_model_counts_and_never_fewer_than_are_sent(s: Shape, whole: bool) -> None:
+    p = s.workers
+    s = dataclasses.replace(s, m=s.m * p, n=s.n * p) if whole else s
+    sent = sum(price.owners_sent(s.n, s.m, s.rows, p)) - (p - 1) * HEADER
+    counted = cost.blocks_colocated(s) / 2 * F32
+    assert sent == pytest.approx(counted) if whole else sent >= counted * (1 - 1e-12)
+    padding = 7 * (p - 1)
+    assert ToOwners(s.n, s.m, World(p - 1, p)).busiest(Room(s.rows)) <= sent + padding
 
 
 def test_rows_of_half_as_many_bytes_a_value_are_half_as_many_bytes() -> None:
@@ -118,6 +142,6 @@ def test_a_payload_pays_its_bytes_and_its_bucket_the_collectives(
 
 def test_one_rank_alone_sends_nothing() -> None:
     link, s = Link.ring(1, 1, 1e-3), Shape(300, 200, rows=5, workers=1, servers=1)
-    for way in (dense(s, link), factors(s, link)):
+    for way in (dense(s, link), factors(s, link), price.owners(s.n, s.m, s.rows, link, local_s=0)):
         assert (way.sent, way.link_s, way.shared_s) == (0, 0, 0)
     assert math.isinf(cost.crossover_rows(s.m, s.n, 1, 1))

@@ -50,7 +50,7 @@ def strict(text: str) -> dict[str, object]:
 
 def test_defaults_and_the_figures_they_stand_for_are_printed() -> None:
     out = printed("vgg19")
-    for words in ("143,667,240 parameters", "39.26 GFLOP", "10 Gbit/s, 20 µs, 10 TFLOP/s, batch 32", "3 of 3"):
+    for words in ("143,667,240 parameters", "39.26 GFLOP", "10 Gbit/s, 20 µs, 10 TFLOP/s, batch 32", "3/3"):
         assert words in out
     assert "factors for classifier.0" in out
     assert "published" not in out

@@ -109,6 +109,25 @@ def test_the_product_of_all_rows_takes_the_gpus_time() -> None:
     assert found.step_s == pytest.approx(alone_s(m, s) + 7 * gradient, rel=1e-3)
 
 
+def test_owners_of_one_layer_by_hand() -> None:
+    layer = fc("fc", 500, 1000, 1)
+    s, p = Setting(gbit=1.0, latency_us=0.0, tflops=1.0, batch=10), 4
+    gradient = 10 * layer.flops / 1e12
+    rows, blocks = 3 * (16 + 10 * (500 + 250) * 4), 3 * 500 * 250 * 4
+    found = by_scheme(model(layer), s, p)["owners"]
+    # The rows leave when the backward pass begins, the block with the bucket; its product is as long as a local one.
+    assert found.step_s == pytest.approx(max(2 * gradient, gradient + rows * 8e-9) + blocks * 8e-9 + gradient)
+    assert found.sent == rows + blocks
+
+
+def test_auto_takes_owners_where_a_tall_layer_has_rows_that_are_long_to_multiply() -> None:
+    layer = fc("head", 1000, 100_000, 1)  # K between M/(P − 1) and NM/(PM + N)
+    slow = Setting(gbit=10.0, tflops=0.1, batch=512)
+    found = by_scheme(model(layer), slow, 8)
+    assert found["auto"].ways["head"].route == "owners"
+    assert found["auto"].step_s == found["owners"].step_s < found["factors"].step_s
+
+
 def test_adam_waits_for_the_owner() -> None:
     layer = fc("fc", 4096, 4096, 1)
     s, p = Setting(gbit=1.0, latency_us=5.0, tflops=100_000.0, batch=32), 8

@@ -1,4 +1,4 @@
-"""Factors under DDP: the mean gradient, bit for bit the same everywhere, in every way a model can be used."""
+"""Factors and owners under DDP: the mean gradient, the same bits everywhere, in every way a model can be used."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import commlib
+from commlib.exchange import BY_ROWS
 from commlib.exchange.item import World
 from fleet import Fleet
 from toy import Trainer, same_everywhere
 
 pytestmark = pytest.mark.slow  # the wheel job has others of the kind
+WIDTH = 64  # of layers that rows pay for on three ranks, by owners too
 BOUND = 2e-6  # of the largest value: P·K products of float32 added in another order
 
 
@@ -31,7 +33,7 @@ class Twice(nn.Module):
         super().__init__()
         torch.manual_seed(7)
         self.kind = kind
-        self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.a, self.b, self.c = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
         if kind == "tied":
             self.b.weight = self.a.weight
 
@@ -67,7 +69,7 @@ def gradients(
 
 def data(world: World, rows: int, part: int = 0) -> Tensor:
     gen = torch.Generator().manual_seed(100 * part + world.rank)
-    return torch.randn(rows, 16, generator=gen)
+    return torch.randn(rows, WIDTH, generator=gen)
 
 
 def plain(ddp: DistributedDataParallel, world: World) -> None:
@@ -79,7 +81,7 @@ def unequal(ddp: DistributedDataParallel, world: World) -> None:
 
 
 def three_dimensions(ddp: DistributedDataParallel, world: World) -> None:
-    ddp(data(world, 12).view(3, 4, 16)).square().sum().backward()
+    ddp(data(world, 12).view(3, 4, WIDTH)).square().sum().backward()
 
 
 def accumulated(ddp: DistributedDataParallel, world: World) -> None:
@@ -127,17 +129,20 @@ def compare(world: World, step: str, kind: str, rule: str = "factors") -> tuple[
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("size", [2, 3])
-def test_the_gradient_is_that_of_an_all_reduce_and_the_same_bits_everywhere(fleet: Fleet, size: int, step: str) -> None:
-    for off, same in fleet.run(size, compare, step, "plain"):
+@pytest.mark.parametrize(("size", "rule"), [(2, "factors"), (3, "factors"), (3, "owners")])
+def test_the_gradient_is_that_of_an_all_reduce_and_the_same_bits_everywhere(
+    fleet: Fleet, size: int, rule: str, step: str
+) -> None:
+    for off, same in fleet.run(size, compare, step, "plain", rule):
         assert same
         # bfloat16 rows lose nothing more; it is DDP's local product that is rounded to 8 bits.
         assert off < (0.02 if step == "under_autocast" else BOUND)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_however_a_layer_is_used(fleet: Fleet, kind: str) -> None:
-    for off, same in fleet.run(2, compare, "plain", kind):
+@pytest.mark.parametrize("rule", BY_ROWS)
+def test_however_a_layer_is_used(fleet: Fleet, rule: str, kind: str) -> None:
+    for off, same in fleet.run(2, compare, "plain", kind, rule):
         assert same
         assert off < BOUND
 
@@ -204,21 +209,22 @@ def test_a_step_that_is_not_finite_anywhere_is_so_everywhere_and_leaves_no_trace
     assert fleet.run(2, spoilt, codec) == [[True, False, True]] * 2
 
 
-def plan_of(world: World, kind: str) -> dict[str, str]:
+def plan_of(world: World, kind: str, rule: str) -> dict[str, str]:
     ddp = DistributedDataParallel(Twice(kind))
-    comm = commlib.attach(ddp, "factors", min_size=0)
+    comm = commlib.attach(ddp, rule, min_size=0)
     comm.close()
     return {p.spec.name: p.route.exchange for p in comm.plan}
 
 
-def test_a_layer_that_shares_its_weight_is_dense_and_a_bias_goes_with_its_weight(fleet: Fleet) -> None:
-    plan = fleet.run(2, plan_of, "tied")[0]
+@pytest.mark.parametrize("rule", BY_ROWS)
+def test_a_layer_that_shares_its_weight_is_dense_and_a_bias_goes_with_its_weight(fleet: Fleet, rule: str) -> None:
+    plan = fleet.run(2, plan_of, "tied", rule)[0]
     assert plan == {
         "a.weight": "dense",
         "a.bias": "dense",
         "b.bias": "dense",
-        "c.weight": "factors",
-        "c.bias": "factors",
+        "c.weight": rule,
+        "c.bias": rule,
     }
 
 
@@ -254,7 +260,7 @@ class Critic(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 1)
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.b(self.a(x).tanh())
@@ -275,23 +281,24 @@ def with_penalty(world: World, rule: Any) -> tuple[list[Tensor], Tensor]:
     return grads, direct
 
 
-def penalised(world: World) -> tuple[float, bool, bool]:
-    ours, direct = with_penalty(world, "factors")
+def penalised(world: World, rule: str) -> tuple[float, bool, bool]:
+    ours, direct = with_penalty(world, rule)
     ddps, plain_direct = with_penalty(world, None)
     off = max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-9)) for a, b in zip(ours, ddps, strict=True))
     flat = torch.cat([g.reshape(-1) for g in ours])
     return off, same_everywhere(world, flat), torch.allclose(direct, plain_direct)
 
 
-def test_autograd_grad_and_double_backward_see_the_gradient_itself(fleet: Fleet) -> None:
-    for off, same, direct in fleet.run(2, penalised):
+@pytest.mark.parametrize("rule", BY_ROWS)
+def test_autograd_grad_and_double_backward_see_the_gradient_itself(fleet: Fleet, rule: str) -> None:
+    for off, same, direct in fleet.run(2, penalised, rule):
         assert off < BOUND
         assert same
         assert direct
 
 
-def rows_sent(world: World) -> list[float]:
-    trainer = Trainer(world, "factors", dense_steps=2)
+def rows_sent(world: World, rule: str) -> list[float]:
+    trainer = Trainer(world, rule, dense_steps=2)
     sent = []
     for _ in range(5):
         before = trainer.comm.stats().wire_bytes
@@ -307,45 +314,55 @@ def test_after_the_dense_steps_and_a_first_one_only_rows_and_a_header_travel(fle
     rows = sum(8 * (n + m) * 4 + 16 for n, m in weights[:2])
     words = 6 * 4  # one for each weight and bias: nothing has come late
     small = 16 + (5 * 48 + 5) * 4  # a header that says: fewer bytes in all if we sum the matrices
-    for sent in fleet.run(2, rows_sent):
+    for sent in fleet.run(2, rows_sent, "factors"):
         assert sent[:2] == [dense, dense]
         assert sent[2] == rows + small + words + 2 * 16  # the headers said that there was no room yet
         assert sent[3:] == [rows + small + words] * 2
 
 
-def events(world: World) -> list[str]:
+def test_after_the_dense_steps_owners_get_their_columns_and_send_their_blocks(fleet: Fleet) -> None:
+    rows = (8 * (48 + 32) + 8 * (48 + 24)) * 4 + 2 * 16  # of 48 × 64 the inputs are cut, of 48 × 48 the outputs
+    blocks = (24 * 64 + 24 * 48) * 4 + 2 * 24 * 4  # of weights and biases
+    words, small = 6 * 4, 16 + (5 * 48 + 5) * 4
+    for sent in fleet.run(2, rows_sent, "owners"):
+        assert sent[3:] == [rows + blocks + small + words] * 2
+
+
+def events(world: World, rule: str) -> list[str]:
     seen: list[str] = []
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
     ddp = DistributedDataParallel(model)
-    comm = commlib.attach(ddp, "factors", min_size=0)
+    comm = commlib.attach(ddp, rule, min_size=0)
     for name, p in model.named_parameters():
         p.register_post_accumulate_grad_hook(lambda p, name=name: seen.append(name))
     group: Any = dist.ProcessGroup
-    gather = group.__dict__["_allgather_base"]
+    how = {"factors": "_allgather_base", "owners": "alltoall_base"}[rule]
+    send = group.__dict__[how]
 
     def spy(self: Any, *args: Any) -> Any:
         seen.append("rows leave")
-        return gather.__get__(self, type(self))(*args)
+        return send.__get__(self, type(self))(*args)
 
-    group._allgather_base = spy
+    setattr(group, how, spy)
     try:
         ddp(data(world, 8)).square().mean().backward()
     finally:
-        group._allgather_base = gather
+        setattr(group, how, send)
     comm.close()
     return seen
 
 
-def test_rows_leave_before_the_weight_gradient_would_exist(fleet: Fleet) -> None:
-    for seen in fleet.run(2, events):
+@pytest.mark.parametrize("rule", BY_ROWS)
+def test_rows_leave_before_the_weight_gradient_would_exist(fleet: Fleet, rule: str) -> None:
+    for seen in fleet.run(2, events, rule):
         assert [e for e in seen if e == "rows leave"]
         assert seen.index("rows leave") < seen.index("2.weight")
         assert seen.index("2.weight") < seen.index("rows leave", 1) < seen.index("0.weight")
 
 
 def copies(world: World) -> list[bool]:
-    model = nn.Sequential(nn.Linear(16, 4))
+    model = nn.Sequential(nn.Linear(WIDTH, 4))
     ddp = DistributedDataParallel(model)
     comm = commlib.attach(ddp, "factors", min_size=0)
     stored = io.BytesIO()
@@ -356,7 +373,7 @@ def copies(world: World) -> list[bool]:
     with torch.no_grad():
         same = all(torch.equal(t(x), model(x)) for t in twins)
     comm.close()
-    return [type(t[0]) is nn.Linear and same and "Linear(in_features=16" in repr(model) for t in twins]
+    return [type(t[0]) is nn.Linear and same and f"Linear(in_features={WIDTH}" in repr(model) for t in twins]
 
 
 def test_copies_of_the_model_are_plain(fleet: Fleet) -> None:
@@ -395,7 +412,11 @@ def test_under_torch_compile(fleet: Fleet, outer: bool) -> None:
 def refusals(world: World) -> list[str]:
     said = []
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 4))
-    for target, rule in ((module, "factors"), (DistributedDataParallel(module), "powersgd:rank=2@factors")):
+    for target, rule in (
+        (module, "factors"),
+        (DistributedDataParallel(module), "powersgd:rank=2@factors"),
+        (DistributedDataParallel(module), "bf16@owners"),
+    ):
         with pytest.raises(ValueError) as caught:  # noqa: PT011
             commlib.HookState(target, rule, min_size=0)
         said.append(str(caught.value))
@@ -403,15 +424,16 @@ def refusals(world: World) -> list[str]:
 
 
 def test_what_cannot_be_is_refused_in_words(fleet: Fleet) -> None:
-    for inner, coded in fleet.run(2, refusals):
+    for inner, coded, owned in fleet.run(2, refusals):
+        assert "rows by a codec go over factors" in owned
         assert "attach to the DistributedDataParallel itself" in inner
         assert "it keeps a memory of its layer" in coded
 
 
-def threads_differ(world: World) -> str:
+def threads_differ(world: World, rule: str) -> str:
     torch.set_num_threads(1 + world.rank)
     try:
-        commlib.attach(DistributedDataParallel(nn.Linear(64, 64)), "factors", timeout=20)
+        commlib.attach(DistributedDataParallel(nn.Linear(64, 64)), rule, timeout=20).close()
     except commlib.PlanMismatch as e:
         return str(e)
     finally:
@@ -420,5 +442,9 @@ def threads_differ(world: World) -> str:
 
 
 def test_ranks_that_would_multiply_differently_are_told(fleet: Fleet) -> None:
-    for said in fleet.run(2, threads_differ):
+    for said in fleet.run(2, threads_differ, "factors"):
         assert "threads" in said
+
+
+def test_owners_may_multiply_differently(fleet: Fleet) -> None:
+    assert fleet.run(2, threads_differ, "owners") == ["no error"] * 2

@@ -29,6 +29,7 @@ from fleet import Fleet
 from toy import same_everywhere
 
 MODELS, JOBS, STEPS = 200, 10, 5
+BY_ROWS = ("factors", "owners")
 
 
 class Random(nn.Module):
@@ -87,7 +88,8 @@ class Whim:
         self._dice.shuffle(some)
         rows = {n: self._dice.randint(0, 9) for n in some}
         steps, watch = self._dice.randint(1, 2), self._dice.random() < 0.5
-        return Decision(dict.fromkeys(some, "factors"), rows, steps, 0, watch, probe=False, phase="trial")
+        routes = {n: self._dice.choice(BY_ROWS) for n in some}
+        return Decision(routes, rows, steps, 0, watch, probe=False, phase="trial")
 
 
 def train(world: World, seed: int, rules: Any) -> Tensor:
@@ -123,7 +125,7 @@ def wrong_models(world: World, first: int, count: int) -> Iterator[str]:
     for seed in range(first, first + count):
         dice = random.Random(seed)
         layers = len(Random(random.Random(seed), 0).layers)
-        rules: Any = {f"layers.{i}.*": "factors" for i in range(layers) if dice.random() < 0.7} or "factors"
+        rules: Any = {f"layers.{i}.*": dice.choice(BY_ROWS) for i in range(layers) if dice.random() < 0.8} or "owners"
         if seed % 2:
             rules = "auto"
         with delays(random.Random(world.rank)):

@@ -44,7 +44,7 @@ class Whim:
 
     def __init__(self, model: Any) -> None:
         self._model, self._random, self._count = model, random.Random(5), 0
-        self._payloads, self._by_rows = model._payloads, ["factors", *model._row_codecs]
+        self._payloads, self._by_rows = model._payloads, ["factors", "owners", *model._row_codecs]
 
     def first(self) -> Decision:
         return Decision(steps=2, probe=False)
@@ -57,7 +57,7 @@ class Whim:
             ways += self._by_rows if unit.shape is not None else []
             routes[name] = self._random.choice(ways) if self._count < self.reviews else "dense"
         routes = {n: r for n, r in routes.items() if r != "dense"}
-        rows = {n: 6 for n, r in routes.items() if r.endswith("factors")}
+        rows = {n: 6 for n, r in routes.items() if r.endswith(("factors", "owners"))}
         return Decision(routes, rows, steps=3, skip=0, probe=False, phase="trial")
 
 

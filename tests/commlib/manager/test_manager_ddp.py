@@ -160,7 +160,7 @@ def test_a_bug_in_the_head_leaves_everything_dense_and_is_logged(fleet: Fleet) -
             assert "all layers are dense" in said[0]
 
 
-def unlike(world: World) -> tuple[str, bool]:
+def unlike(world: World) -> tuple[set[str], bool, float]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1 + world.rank)
     try:
@@ -168,13 +168,15 @@ def unlike(world: World) -> tuple[str, bool]:
         ddps, _ = train(world, None, 40)
     finally:
         torch.set_num_threads(threads)
-    return str(comm.plan), torch.equal(ours, ddps)
+    off = float((ours - ddps).abs().max() / ddps.abs().max())
+    return {p.route.exchange for p in comm.plan}, same_everywhere(world, ours), off
 
 
-def test_ranks_that_would_multiply_differently_stay_dense(fleet: Fleet) -> None:
-    for plan, equal in fleet.run(2, unlike):
-        assert "unlike CPUs, threads or versions" in plan
-        assert equal
+def test_ranks_that_would_multiply_differently_never_multiply_the_same_rows(fleet: Fleet) -> None:
+    for exchanges, same, off in fleet.run(2, unlike):
+        assert exchanges <= {"dense", "owners"}
+        assert same
+        assert off < 1e-4
 
 
 def without(world: World, how: str) -> tuple[str, bool]:

@@ -18,12 +18,13 @@ from commlib.manager.model import Model, Unit, by_gain, routes
 from commlib.manager.sheet import Figures
 from commlib.model import layer_specs, linear_layers
 from commlib.overlap import Bucket, Pass
-from commlib.price import Way, factors
+from commlib.price import Way, factors, owners, owners_sent
 
 TIMES = st.lists(st.tuples(st.floats(0.1, 1), st.floats(0, 1)), min_size=1, max_size=6)
 SLOW = Link(4, Line(1e-4, 1e-7), Line(5e-5, 1e-7))
 ONE_S = Link(2, Line(0, 1e-3), Line(0, 0))  # takes a second for 250 values
 Case = tuple[Model, Pass, Link]
+NOT_FOR_OWNERS = {"rows": {"fc": 12, "head": 3}}  # with a block they would be more bytes than the gradient
 NO_FIGURES = Figures(1, 0.0, 0.0, (), (), 0.0, {}, {})
 
 
@@ -165,17 +166,26 @@ def test_rows_that_pay_are_chosen_at_the_price_of_their_layer() -> None:
     [
         ({}, "scale", "has no other exact way"),
         ({"barred": {"fc": "lost in practice"}}, "fc", "lost in practice"),
-        ({"arithmetic": ""}, "fc", "ranks with unlike CPUs, threads or versions"),
+        ({"arithmetic": "", **NOT_FOR_OWNERS}, "fc", "ranks with unlike CPUs, threads or versions"),
         ({"rows": {"head": 3}}, "fc", "its rows were not seen"),
         ({"products": {}}, "fc", "the products of its rows were not measured"),
         ({"rows": {"fc": 300, "head": 3}}, "fc", "300 rows a rank are more bytes than the gradient"),
-        ({"products": {"fc": (0.0, 1.0)}}, "fc", "factors would cost 1e+03 ms"),
+        ({"products": {"fc": (0.0, 1.0)}, **NOT_FOR_OWNERS}, "fc", "factors would cost 1e+03 ms"),
     ],
 )
 def test_a_unit_that_stays_dense_says_why(changes: dict[str, Any], unit: str, reason: str) -> None:
     choice = chosen(**changes)
     assert choice.ways[unit].route == "dense"
     assert choice.reasons[unit].startswith(reason)
+
+
+@pytest.mark.parametrize("changes", [{"arithmetic": ""}, {"products": {"fc": (1e-5, 1.0)}}])
+def test_owners_are_chosen_where_ranks_are_unlike_or_all_rows_would_be_long_to_multiply(
+    changes: dict[str, Any],
+) -> None:
+    choice = chosen(**changes)
+    assert choice.ways["fc"] == owners(40, 60, 3, SLOW, local_s=1e-5)
+    assert routes(choice, {}) == {"fc": "owners"}
 
 
 def test_what_is_missing_is_added_to_both_predictions() -> None:
@@ -188,6 +198,7 @@ def test_what_is_missing_is_added_to_both_predictions() -> None:
 def test_products_are_measured_where_rows_are_fewer_bytes(n: int, m: int, rows: int, world: int) -> None:
     model = model_of(nn.Sequential(nn.Linear(m, n, bias=False, device="meta"), nn.LayerNorm(3)))
     fewer = world > 1 and rows < cost.crossover_rows(m, n, world, world) * (1 - 1e-12)
+    fewer |= sum(owners_sent(n, m, rows, world)) < 2 * (world - 1) / world * 4 * n * m
     assert model.worth_measuring({"0": rows, "1.weight": 0, "gone": 0}, world) == ({"0": (n, m, rows)} if fewer else {})
 
 

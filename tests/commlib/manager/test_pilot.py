@@ -17,7 +17,7 @@ from commlib.manager.model import Model
 from commlib.manager.pilot import Pilot
 from commlib.manager.sheet import Figures
 from commlib.overlap import Bucket, Pass, finish
-from commlib.price import Way, dense, factors
+from commlib.price import Way, dense, factors, owners
 
 P = 4
 
@@ -76,6 +76,8 @@ class Cluster:
         n, m = self.shapes[i]
         if route == "dense":
             return dense(4 * n * m, self.link)
+        if route == "owners":
+            return owners(n, m, self.rows, self.link, local_s=self.product(i, 1))
         rebuilt = self.rebuild * self.product(i, P)
         return factors(n, m, self.rows, self.link, local_s=self.product(i, 1), rebuild_s=rebuilt)
 
@@ -230,14 +232,22 @@ def test_steps_that_take_longer_on_the_same_link_make_it_look_whether_the_plan_s
     assert cluster.span(d) <= cluster.span()
 
 
-def test_unlike_arithmetic_or_unseen_rows_leave_layers_dense() -> None:
+def test_unlike_arithmetic_leaves_layers_to_owners() -> None:
     cluster = fc(0.2)
-    for _ in range(3):
+    for _ in range(6):
         f = dataclasses.replace(cluster.figures(), arithmetic="")
         cluster.decision = cluster.pilot.review(f)
     assert cluster.decision.phase == "steady"
+    assert set(cluster.decision.routes.values()) == {"owners"}
+
+
+def test_unseen_rows_leave_layers_dense() -> None:
+    cluster = fc(0.2)
+    for _ in range(3):
+        cluster.decision = cluster.pilot.review(dataclasses.replace(cluster.figures(), seen={}, rows={}))
+    assert cluster.decision.phase == "steady"
     assert not cluster.decision.routes
-    assert "unlike CPUs" in cluster.decision.why["l0"]
+    assert "its rows were not seen" in cluster.decision.why["l0"]
 
 
 def test_a_review_without_steps_changes_nothing() -> None:

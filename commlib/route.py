@@ -13,7 +13,7 @@ from typing import Any
 
 from commlib.compressor import Compressor, LayerSpec
 from commlib.errors import unknown
-from commlib.exchange import EXCHANGES, Exchange
+from commlib.exchange import EXCHANGES, FLAT, Exchange
 from commlib.exchange.scatter_gather import stripes
 from commlib.feedback import ErrorFeedback
 from commlib.registry import make
@@ -41,6 +41,11 @@ class Route:
     def carrier(self) -> Exchange:
         """The exchange's module."""
         return EXCHANGES[self.exchange]
+
+    @property
+    def flat(self) -> bool:
+        """Whether it connects all ranks under a hierarchy too, and not a node's with their counterparts."""
+        return self.exchange in FLAT
 
     def refuse(self, spec: LayerSpec) -> str | None:
         """Why this pair cannot carry this layer, or None."""
@@ -188,8 +193,8 @@ class Plan:
     def _sent(self, p: PlannedLayer) -> float:
         """Bytes that the busiest rank sends by a route in a step: under a hierarchy, to other nodes."""
         carry = p.route.carrier().wire_bytes
-        if self.local == 1:
-            return carry(p.route.codec, p.spec, self.world)
+        if self.local == 1 or p.route.flat:
+            return carry(p.route.codec, p.spec, self.world * self.local)
         return max(carry(p.route.codec, s.spec, self.world) for s in stripes(p.route.codec, p.spec, self.local))
 
 

@@ -49,3 +49,6 @@ EXCHANGES: Mapping[str, Exchange] = MappingProxyType(
         "factors": cast(Exchange, factors),
     }
 )
+
+FLAT = frozenset({"factors"})
+"""Those that connect all ranks under a hierarchy too: what they carry does not add up to a node's."""

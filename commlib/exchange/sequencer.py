@@ -119,6 +119,14 @@ class Sequencer:
             t.join(max(0.0, end - time.monotonic()))  # one that waits for a lost rank ends at its group's deadline
         self._queues, self._threads = [], []
 
+    def groups(self) -> dict[Scope, Any]:
+        """A process group of each scope, for whoever issues alike on all ranks while no bucket is under way.
+
+        The first there is. Every rank has issued all that its buckets asked of it before it finds none under way, so
+        that comes first in the sequence of each group, on all of its ranks.
+        """
+        return {scope: group for lane in reversed(self._groups) for scope, group in lane.items()}
+
     @property
     def wire_bytes(self) -> float:
         """Bytes this rank has sent."""
@@ -126,7 +134,7 @@ class Sequencer:
 
     @property
     def inter_bytes(self) -> float | None:
-        """Those of them that it has sent to other nodes; None if no lane knows of nodes."""
+        """Those of them that it has sent to its counterparts on other nodes; None if no lane knows of nodes."""
         known = [lane["inter"] for lane in self._sent if "inter" in lane]
         return sum(known) if known else None
 

@@ -13,7 +13,7 @@ from commlib.exchange.item import World
 from commlib.exchange.valve import Throttle
 from commlib.groups import sibling
 from commlib.link import Link
-from commlib.manager.probe import measure_link, measure_product
+from commlib.manager.probe import Probe, measure_product
 from commlib.pace import RateLimit
 from fleet import Fleet
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def link_of(world: World) -> Link:
-    return measure_link(dist.group.WORLD, world, CPU)
+    return Probe(dist.group.WORLD, world, CPU).link()
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -41,7 +41,7 @@ LIMIT = RateLimit(20, burst=100_000)
 def limited(world: World) -> tuple[Link, float]:
     throttle = Throttle(LIMIT, 1)
     start = time.monotonic()
-    link = measure_link(throttle.through(sibling(dist.group.WORLD, CPU)), world, CPU, LIMIT)
+    link = Probe(throttle.through(sibling(dist.group.WORLD, CPU)), world, CPU, LIMIT).link()
     throttle.close()
     return link, time.monotonic() - start
 

@@ -1,0 +1,123 @@
+"""Rows beside two levels: layers of one bucket that go flat, and others that are shared out, in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from commlib.collective import Rounds, scope_of
+from commlib.compressor import LayerSpec
+from commlib.exchange import hierarchical
+from commlib.exchange.item import Item, Seeds, World
+from commlib.factors.payload import Payload
+from commlib.factors.trip import Again, First, Habit, Trip
+from commlib.groups import scopes
+from commlib.hierarchy import Hierarchy
+from commlib.route import resolve
+from commlib.simulate import run
+from commlib.slots import Memory
+from commlib.stats import Meter
+
+CPU = torch.device("cpu")
+SHAPE = (6, 5)  # of the layer that sends its rows
+OTHERS = {"none": (7, 3), "onebit@gather": (9, 4), "int8:ef=off@scatter_gather": (33,)}
+
+
+class Meeting:
+    """An all-gather of all ranks, which happens when the last one has come."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._outs: list[Tensor] = []
+        self._payloads: list[Tensor] = []
+
+    def _allgather_base(self, out: Tensor, payload: Tensor) -> Any:
+        self._outs.append(out)
+        self._payloads.append(payload.clone())
+        if len(self._outs) == self._size:
+            for o in self._outs:
+                o.copy_(torch.cat(self._payloads))
+            self._outs, self._payloads = [], []
+        return self
+
+    def wait(self) -> None:
+        assert not self._outs, "a rank is missing"
+
+
+def item(h: Hierarchy, pair: str, grad: Tensor, **more: Any) -> Item:
+    """A layer of this gradient; its memory is of this rank's stripe."""
+    codec = resolve(pair, 2).codec
+    spec = LayerSpec(pair, tuple(grad.shape), **more)
+    part = h.share(codec, spec)
+    stripe = resolve(pair, 2).carrier().owned(codec, part.spec, part.world)
+    owner = Memory.zeros(codec, stripe.spec) if stripe else Memory({}, {})
+    return Item(spec, codec, grad, Memory.zeros(codec, part.spec), Seeds(0, 0, pair), Meter(CPU), owner)
+
+
+def watched(rounds: Rounds, meeting: Meeting, seen: list[set[str]]) -> Rounds:
+    """What the simulation carries out; rows meet by themselves."""
+    for batch in rounds:
+        seen.append({scope_of(c) for c in batch})
+        for call in batch:
+            if isinstance(call, First | Again):
+                call.issue(meeting)
+        yield [c for c in batch if not isinstance(c, First | Again)]
+
+
+@settings(max_examples=40)
+@given(
+    nodes=st.integers(2, 3),
+    local=st.integers(2, 3),
+    others=st.lists(st.sampled_from(sorted(OTHERS)), max_size=3, unique=True),
+    counts=st.lists(st.integers(0, 3), min_size=9, max_size=9),
+    room=st.integers(0, 3),
+    late=st.booleans(),
+)
+def test_in_one_bucket_some_layers_go_by_rows_and_some_over_two_levels(nodes, local, others, counts, room, late):
+    size = nodes * local
+    table = tuple(tuple(range(n * local, (n + 1) * local)) for n in range(nodes))
+    gen, start, again = torch.Generator().manual_seed(size), Meeting(size), Meeting(size)
+    habits = [Habit() for _ in range(size)]
+    trips, buckets, true = [], [], []
+    for rank, habit in enumerate(habits):
+        habit.expect(room)  # too little for some: then they gather again, or sum the matrices
+        trip = Trip(Payload(*SHAPE), habit, World(rank, size), CPU)
+        u, v = (torch.randn(counts[rank], n, generator=gen) for n in SHAPE[::-1])
+        trip.start([(u, v)] if counts[rank] else [], False, start)
+        trip.late = late and rank == 1
+        grad = torch.randn(SHAPE, generator=gen) if trip.late else torch.zeros(SHAPE)
+        rest = [torch.randn(OTHERS[pair], generator=gen) for pair in others]
+        trips.append(trip)
+        buckets.append([grad, *rest])
+        true.append([grad + v.t() @ u, *(g.clone() for g in rest)])
+    exchanges: list[Rounds] = []
+    seen: list[list[set[str]]] = []
+    for rank, (trip, (grad, *rest)) in enumerate(zip(trips, buckets, strict=True)):
+        h = Hierarchy(table, rank)
+        spec = LayerSpec("l.weight", SHAPE, kind="linear.weight", layer="l")
+        codec, nothing = resolve("none", 2).codec, Memory({}, {})
+        by_rows = Item(spec, codec, grad, nothing, Seeds(0, 0, "l"), Meter(CPU), nothing, trip)
+        routes = {"factors": [by_rows]}
+        cuts = {}
+        for pair, g in zip(others, rest, strict=True):
+            x = item(h, pair, g)
+            routes.setdefault(resolve(pair, 2).exchange, []).append(x)
+            cuts[x.spec.name] = h.cut(x.codec, x.spec)
+        seen.append([])
+        rounds = hierarchical.rounds(routes, cuts, World(rank, size), h.local, h.inter)
+        exchanges.append(watched(rounds, again, seen[-1]))
+    run(exchanges, local)
+    for layer in zip(*buckets, strict=True):
+        assert all(torch.equal(layer[0], other) for other in layer)
+    for i, pair in enumerate(["factors", *others]):
+        if pair in ("factors", "none"):
+            mean = torch.stack([grads[i].double() for grads in true]).mean(0)
+            torch.testing.assert_close(buckets[0][i].double(), mean, atol=5e-6, rtol=1e-5)
+    assert all(s == seen[0] for s in seen)
+    lanes = scopes({"dense", "factors", *(resolve(p, 2).exchange for p in others)}, Hierarchy(table, 0))
+    assert len(seen[0]) <= len(lanes)
+    assert all(batch <= set(lane) for batch, lane in zip(seen[0], lanes, strict=False))

@@ -24,8 +24,10 @@ MIXED = {"0.*": "factors", "2.*": "onebit@gather", "*": "none"}
 
 
 def trainer(world: World, rule: Any, **options: Any) -> Trainer:
+    if rule is None:
+        return Trainer(world, rule)
     with torchrun(world, 2):
-        return Trainer(world, rule, **({} if rule is None else {"hierarchy": True}), **options)
+        return Trainer(world, rule, hierarchy=True, **options)
 
 
 def apart(ours: Tensor, ddps: Tensor) -> float:
@@ -88,14 +90,8 @@ def chosen(world: World, rule: Any) -> tuple[bool, float, bool, str, int]:
     state = ours.comm.state_dict()
     ours.comm.load_state_dict(state)
     ours.close()
-    plan = ours.comm.plan
-    return (
-        same_everywhere(world, ours.weights()),
-        apart(ours.weights(), ddp.weights()),
-        ours.comm.settled,
-        str(plan),
-        plan.local,
-    )
+    plan, off = ours.comm.plan, apart(ours.weights(), ddp.weights())
+    return same_everywhere(world, ours.weights()), off, ours.comm.settled, str(plan), plan.local
 
 
 def test_auto_measures_both_levels_and_settles(fleet: Fleet) -> None:

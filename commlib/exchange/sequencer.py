@@ -13,7 +13,7 @@ rank to rank, and collectives that do not match hang or corrupt. So:
 Nothing waits in a callback, and the autograd thread waits for nothing.
 
 With a hierarchy a round's collectives are of other ranks (``Scope``), and a lane has one process group for each scope
-it may meet. Both arguments still hold:
+it may meet: a node's ranks, counterparts, and all ranks for what goes flat beside them. Both arguments still hold:
 
 * A process group belongs to one lane of each of its ranks, and to the same one: lanes and groups are made alike. Which
   buckets ask for which scope in round i follows from the routes, which all ranks share. So each group still sees one
@@ -22,6 +22,9 @@ it may meet. Both arguments still hold:
   whatever rank, only its round i − 1 must complete and the lane be past bucket b − 1; and it completes once the ranks
   of its groups have issued it, and what these groups had before. Every such step goes to a smaller i, or to a smaller
   b with the same i. So a chain of waits has an end and is no cycle, whichever ranks are in which group.
+* One round may ask for several scopes: its collectives are issued in one go, in an order alike on all ranks, before any
+  of them is waited for. Rows that have left already (``First``) were issued by the thread of the backward pass, on a
+  group of their own and in an order of their own, and wait for nothing (:mod:`commlib.factors.layers`).
 
 Where waiting is not blocking (NCCL: ``wait`` makes the current stream wait), no lanes are needed: the hook's
 thread enqueues all rounds of a bucket on a side stream at once, on one communicator a scope, in bucket order.

@@ -139,11 +139,11 @@ def turned(world: World) -> tuple[bool, float, set[str]]:
     finally:
         vars(manager)["Pilot"] = original
     seen = set()
-    for _ in range(21):
+    for _ in range(13):
         ours.train(1)
         seen |= {p.route.exchange for p in ours.comm.plan}
     ddp = trainer(world, None)
-    ddp.train(21)
+    ddp.train(13)
     ours.close()
     return same_everywhere(world, ours.weights()), apart(ours.weights(), ddp.weights()), seen
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from commlib.errors import unknown
+from commlib.pace import RateLimit
 
 _BACKENDS = ("gloo", "nccl")
 
@@ -24,6 +25,14 @@ def _above_nought(mib: float | None) -> float | None:
     return mib
 
 
+def _limit(text: str | None) -> str | None:
+    try:
+        RateLimit.of(text)
+    except ValueError as e:
+        raise ValueError(f"--{e}") from e
+    return text
+
+
 Ranks = Annotated[int | None, typer.Option("--ranks", help="Ranks on this machine; under torchrun it decides. [2]")]
 Hosts = Annotated[int | None, typer.Option("--hosts", help="Emulated hosts instead; needs root and iproute2.")]
 Rate = Annotated[str | None, typer.Option("--rate", help="Of each host's link: 50mbit, 1gbit … [no limit]")]
@@ -33,6 +42,16 @@ Backend = Annotated[str, typer.Option("--backend", help="gloo, or nccl with a GP
 BucketCap = Annotated[
     float | None,
     typer.Option("--bucket-cap-mb", help="Size of DDP's buckets in MiB. [DDP's]", callback=_above_nought),
+]
+
+Limit = Annotated[
+    str | None,
+    typer.Option(
+        "--limit", metavar="RATE", help="What each rank may send by commlib, as 50mbit. [no limit]", callback=_limit
+    ),
+]
+Levels = Annotated[
+    bool, typer.Option("--hierarchy", help="commlib sums inside each node first; nodes as torchrun or the lab say.")
 ]
 
 Plot = Annotated[

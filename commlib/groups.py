@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commlib.collective import Scope
 from commlib.errors import PeerLost
+from commlib.exchange import BY_ROWS, EXCHANGES
 from commlib.exchange.hierarchical import MORE_ROUNDS
 from commlib.exchange.item import World
 from commlib.exchange.sequencer import Sequencer
@@ -98,20 +99,38 @@ def waits_on_stream(group: Any, device: torch.device) -> bool:
     return device.type == "cuda" and bool(group._get_backend(device).name() == "nccl")
 
 
-def scopes(rounds: int, hierarchy: Hierarchy | None) -> list[tuple[Scope, ...]]:
+def scopes(exchanges: Collection[str], hierarchy: Hierarchy | None) -> list[tuple[Scope, ...]]:
     """For each round of a bucket, which ranks its collectives may be of.
 
     Under a hierarchy the first is local, as many follow between nodes as the bucket's routes have, and the one after
-    these is local again: in any round but the first two it may be either.
+    these is local again: in any round but the first two it may be either. What goes flat is of all ranks from the first
+    round on.
 
     Args:
-        rounds: the most that any route has.
+        exchanges: all that may come into use; ``dense`` is one of them.
         hierarchy: if there is one.
     """
     if hierarchy is None:
-        return [("world",)] * rounds
-    lanes = range(rounds + MORE_ROUNDS)
-    return [(*(("inter",) if 0 < i <= rounds else ()), *(("local",) if i != 1 else ())) for i in lanes]
+        return [("world",)] * _most_rounds(exchanges)
+    between, flat = (_most_rounds(e for e in exchanges if (e in BY_ROWS) is whole) for whole in (False, True))
+    found: list[tuple[Scope, ...]] = []
+    for i in range(max(between + MORE_ROUNDS, flat)):
+        may: dict[Scope, bool] = {
+            "inter": 0 < i <= between,
+            "local": i != 1 and i < between + MORE_ROUNDS,
+            "world": i < flat,
+        }
+        found.append(tuple(scope for scope, so in may.items() if so))
+    return found
+
+
+def _most_rounds(exchanges: Iterable[str]) -> int:
+    return max((EXCHANGES[name].ROUNDS for name in exchanges), default=0)
+
+
+def limited(lanes: Sequence[Sequence[Scope]]) -> int:
+    """How many process groups of these lanes a limit holds up: all but those inside a node."""
+    return sum(scope != "local" for lane in lanes for scope in lane)
 
 
 def make_sequencer(
@@ -119,7 +138,7 @@ def make_sequencer(
     key: str,
     world: World,
     device: torch.device,
-    rounds: int,
+    lanes: Sequence[Sequence[Scope]],
     throttle: Throttle,
     hierarchy: Hierarchy | None = None,
 ) -> Sequencer:
@@ -134,17 +153,17 @@ def make_sequencer(
         key: of the roll call after a failure, one for each attachment.
         world: this rank.
         device: where the gradients are.
-        rounds: the most rounds any route has.
+        lanes: of :func:`scopes`.
         throttle: keeps the limit, if there is one.
         hierarchy: nodes, if exchanges have two levels.
     """
     inline = waits_on_stream(group, device)
     members: dict[Scope, Sequence[int] | None] = {"world": None}
     if hierarchy is not None:
-        members = {"local": hierarchy.local_ranks, "inter": hierarchy.counterparts}
-    needed = [tuple(members)] if inline else scopes(rounds, hierarchy)
+        members |= {"local": hierarchy.local_ranks, "inter": hierarchy.counterparts}
+    needed = {scope for lane in lanes for scope in lane}
     groups: list[dict[Scope, Any]] = []
-    for i, lane in enumerate(needed):
+    for i, lane in enumerate([[scope for scope in members if scope in needed]] if inline else lanes):
         own = i == 0 and hierarchy is None and throttle.limit is None  # the first round goes over the model's own
         made = {scope: group if own else sibling(group, device, members[scope]) for scope in lane}
         groups.append({scope: g if scope == "local" else throttle.through(g) for scope, g in made.items()})

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from commlib.compressor import Compressor, LayerSpec
+from commlib.exchange import BY_ROWS
 from commlib.exchange.item import Stripe, World
 from commlib.exchange.scatter_gather import stripes
 from commlib.route import Route
@@ -131,8 +132,8 @@ class Hierarchy:
 
 
 def share(route: Route, spec: LayerSpec, world: World, hierarchy: Hierarchy | None) -> Share:
-    """What a rank exchanges of a layer, with whom: all of it with all ranks, unless there is a hierarchy."""
-    return Share(world, spec) if hierarchy is None else hierarchy.share(route.codec, spec)
+    """What a rank exchanges of a layer, with whom: all of it with all ranks, unless a hierarchy shares it out."""
+    return Share(world, spec) if hierarchy is None or route.by_rows else hierarchy.share(route.codec, spec)
 
 
 def of_places(places: Sequence[Place], rank: int, *, whole: bool) -> Hierarchy:
@@ -195,9 +196,12 @@ def of_mesh(mesh: Sequence[Sequence[int]], members: Sequence[int], rank: int) ->
 
 
 def refuse(route: Route, spec: LayerSpec) -> str | None:
-    """Why a route cannot go between nodes, or None."""
+    """Why a route cannot be taken under a hierarchy, or None."""
+    if route.by_rows:
+        return None
     if route.exchange not in _CARRIED:
-        return f"it does not work on a part of a layer; under a hierarchy {', '.join(_CARRIED)} do"
+        known = ", ".join([*_CARRIED, *sorted(BY_ROWS)])
+        return f"it does not work on a part of a layer; under a hierarchy {known} do"
     kept = [k for k, s in route.codec.slots(spec).items() if s.shape != spec.shape or s.role == "replicated"]
     if kept:
         return (

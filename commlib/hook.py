@@ -15,18 +15,19 @@ from commlib.checkpoint import StateDict, from_state, to_state
 from commlib.collective import Rounds, lockstep
 from commlib.compressor import Memory
 from commlib.errors import PeerLost
-from commlib.exchange import EXCHANGES, dense, hierarchical
+from commlib.exchange import EXCHANGES, dense
 from commlib.exchange.item import Item, Seeds, World
 from commlib.exchange.valve import Throttle
 from commlib.factors.layers import FactorLayers
-from commlib.groups import check_limit, deadline, group_of, make_sequencer, sibling
+from commlib.groups import check_limit, deadline, group_of, limited, make_sequencer, scopes, sibling
 from commlib.handshake import agree, answer_roll_call, meeting_place, publish_failure
 from commlib.hierarchy import share
 from commlib.landing import Landing
-from commlib.levels import cuts, find, fit, rules_of
+from commlib.levels import find, fit, two_levels
 from commlib.loss_scale import LossScale
 from commlib.manager.board import Board
 from commlib.manager.manager import Manager
+from commlib.manager.probe import Probe
 from commlib.memory import MemoryStore
 from commlib.model import inside, name_of, trained_parameters
 from commlib.pace import RateLimit
@@ -91,10 +92,10 @@ class HookState:
             check_numbers(timeout, dense_steps=dense_steps, min_size=min_size, seed=seed)
             limit = RateLimit.of(limit)
             self._levels, about = find(hierarchy, self._group, self._key, self.world, timeout)
-            between = self.world if self._levels is None else self._levels.inter
-            setup = Setup.of(module, self._group, rules_of(compressor, self._levels), min_size, between.size)
-            self._plan = fit(setup.plan, compressor, self._levels, about)
-            self._cuts = cuts(self._plan, self._levels)
+            self._nodes = self.world.size if self._levels is None else self._levels.inter.size
+            setup = Setup.of(module, self._group, compressor, min_size, self._levels)
+            self._plan = fit(setup.plan, self._levels, about)
+            lanes = scopes(setup.exchanges(), self._levels)
             check_limit(limit, setup.device, deadline(self._group, setup.device))
             self._scale = LossScale(scaler, module)
             on, seeds = weakref.WeakMethod(self._with_factors), weakref.WeakMethod(self._row_seeds)
@@ -108,18 +109,17 @@ class HookState:
         if self._factors is not None and setup.same_products:  # a manager of unlike ranks just does not choose them
             terms |= self._factors.terms()
         agree(self._group, self._key, {**terms, **setup.terms()}, self.world, timeout)
-        specs = setup.specs
         self._names = {id(p): n for n, p in trained_parameters(inside(module)).items()}
-        self._specs = {s.name: s for s in specs}
-        self._dense_steps, self._seed = dense_steps, seed
-        self._meters = {s.name: Meter(s.device) for s in specs}
+        self._specs = {s.name: s for s in setup.specs}
+        self._dense_steps, self._seed, self._shadow = dense_steps, seed, False
+        self._meters = {s.name: Meter(s.device) for s in setup.specs}
         self._store = MemoryStore()
         self._steps, self._landing = Steps(self._store), Landing(module)
         self._watched = setup.remembers() or dense_steps > 0
         self._lost_key = f"{self._key}/lost"
-        self._throttle = Throttle(limit, setup.rounds() + (self._factors is not None))
+        self._throttle = Throttle(limit, limited(lanes) + (self._factors is not None))
         self._sequencer = make_sequencer(
-            self._group, self._lost_key, self.world, setup.device, setup.rounds(), self._throttle, self._levels
+            self._group, self._lost_key, self.world, setup.device, lanes, self._throttle, self._levels
         )
         weakref.finalize(self, self._sequencer.close, wait=False)
         weakref.finalize(self, self._throttle.close, wait=False)
@@ -130,8 +130,8 @@ class HookState:
             weakref.finalize(self, self._factors.remove)
             if setup.chosen_later:
                 board = Board(self._group, self._key, self.world, timeout)
-                self._manager = Manager(setup, self._factors, board, own, self.world, self._meters, limit)
-        self._shadow = False
+                probe = Probe(own, self.world, setup.device, limit, self._levels, self._sequencer.groups())
+                self._manager = Manager(setup, self._factors, board, probe, self.world, self._meters, about)
 
     # -- what a user calls ----------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ class HookState:
         if out.data_ptr() != buffer.data_ptr():
             yield from dense.whole(routes["dense"], self.world, buffer, out)
         elif self._levels is not None:
-            yield from hierarchical.rounds(routes, self._cuts, self._levels.local, self._levels.inter)
+            yield from two_levels(routes, self._plan, self.world, self._levels)
         else:
             whole = buffer if len(routes) == 1 else None
             yield from lockstep([EXCHANGES[name].rounds(items, self.world, whole) for name, items in routes.items()])
@@ -284,7 +284,7 @@ class HookState:
         trip = None
         if route.by_rows and self._factors is not None and spec.layer is not None:
             trip = self._factors.trip(spec.layer)
-        if self._store.drain(spec, grad, self.world.size, part.world.size) and trip is not None:
+        if self._store.drain(spec, grad, self.world.size, self._nodes) and trip is not None:
             trip.late = True  # what was added is in no rows
         return Item(spec, codec, grad, memory, Seeds(self._seed, self._steps.count, name), meter, owner, trip)
 

@@ -9,12 +9,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from commlib.collective import Rounds
 from commlib.errors import PlanMismatch
-from commlib.exchange.item import Stripe, World
+from commlib.exchange import hierarchical
+from commlib.exchange.item import Item, World
 from commlib.handshake import difference, share, tell
 from commlib.hierarchy import Hierarchy, Place, of_mesh, of_places, refuse
-from commlib.policy import Policy, policy_of
-from commlib.route import Plan, Rules
+from commlib.route import Plan
 
 _KIND = "hierarchy"
 
@@ -56,32 +57,37 @@ def find(given: Any, group: Any, key: str, world: World, timeout: float) -> tupl
     return (None, f"hierarchy: {found.flat()}") if found.flat() else (found, found.about())
 
 
-def rules_of(compressor: Rules | Policy | Plan, hierarchy: Hierarchy | None) -> Rules | Policy | Plan:
-    """What to plan by: nothing chooses among routes under a hierarchy, so there a policy is dense."""
-    chooses = isinstance(compressor, Policy) or policy_of(compressor) is not None
-    return "none" if hierarchy is not None and chooses else compressor
-
-
-def fit(plan: Plan, compressor: Rules | Policy | Plan, hierarchy: Hierarchy | None, about: str) -> Plan:
+def fit(plan: Plan, hierarchy: Hierarchy | None, about: str) -> Plan:
     """The plan with what there is to say of its levels.
 
     Raises:
-        ValueError: a route that does not go between nodes.
+        ValueError: a route that cannot be taken under a hierarchy.
     """
     if hierarchy is None:
         return plan.noted(about)
     for p in plan:
         reason = refuse(p.route, p.spec) or refuse(p.dense, p.spec)
         if reason:
-            raise ValueError(f"{p.spec.name} by {p.route} cannot go between nodes: {reason}; or leave hierarchy out")
-    if rules_of(compressor, hierarchy) is not compressor:
-        plan = plan.because("", "nothing is measured under a hierarchy yet: dense")
+            raise ValueError(
+                f"{p.spec.name} by {p.route} cannot be taken under a hierarchy: {reason}; or leave hierarchy out"
+            )
     return plan.noted(about, local=hierarchy.local.size)
 
 
-def cuts(plan: Plan, hierarchy: Hierarchy | None) -> Mapping[str, Sequence[Stripe]]:
-    """Layer → the rows of each local rank; empty without a hierarchy."""
-    return {} if hierarchy is None else {p.spec.name: hierarchy.cut(p.route.codec, p.spec) for p in plan}
+def two_levels(routes: Mapping[str, Sequence[Item]], plan: Plan, world: World, hierarchy: Hierarchy) -> Rounds:
+    """A bucket's rounds under a hierarchy; the plan is looked at before the first, and may change once all are through.
+
+    Args:
+        routes: exchange → its items.
+        plan: what is in force, of which a dense step may make an exception: its layers are cut as the plan has them.
+        world: this rank.
+        hierarchy: nodes.
+    """
+    planned = [plan.layers[item.spec.name] for items in routes.values() for item in items]
+    # What is planned flat has no stripes; in a dense step its gradient is cut as any that is dense.
+    codecs = {p.spec.name: (p.dense if p.route.by_rows else p.route).codec for p in planned}
+    cuts = {p.spec.name: hierarchy.cut(codecs[p.spec.name], p.spec) for p in planned}
+    yield from hierarchical.rounds(routes, cuts, world, hierarchy.local, hierarchy.inter)
 
 
 def _from_environment() -> dict[str, str]:

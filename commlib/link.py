@@ -76,11 +76,6 @@ class Link:
         beta = 8 / (gbit_s * 1e9)
         return cls(world, Line(2 * (world - 1) * latency_s, beta), Line((world - 1) * latency_s, beta))
 
-    def capped(self, bytes_s: float) -> Link:
-        """With no rank sending more than so many bytes a second."""
-        lines = (Line(x.alpha, max(x.beta, 1 / bytes_s)) for x in (self.all_reduce, self.all_gather))
-        return Link(self.world, *lines)
-
     def slower(self, factor: float) -> Link:
         """With every time so many times as long."""
         lines = (Line(factor * x.alpha, factor * x.beta) for x in (self.all_reduce, self.all_gather))

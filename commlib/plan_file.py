@@ -25,6 +25,7 @@ _Check = tuple[Callable[[Any], bool], str]  # whether a value will do, and what 
 _TEXT: _Check = (lambda v: isinstance(v, str), "a text")
 _COUNT: _Check = (lambda v: type(v) is int and v >= 0, "a whole number ≥ 0")
 _TIME: _Check = (lambda v: abs(v) < 1e300 if type(v) is int or isinstance(v, float) else v is None, "seconds or null")
+_PAST: _Check = (lambda v: _TIME[0](v) and (v is None or v >= 0), "seconds ≥ 0 or null")  # a prediction may be a saving
 _HEAD: Mapping[str, _Check] = {
     **dict.fromkeys(("commlib", "about"), _TEXT),
     "schema": _COUNT,
@@ -34,7 +35,8 @@ _HEAD: Mapping[str, _Check] = {
 }
 _LAYER: Mapping[str, _Check] = {
     **dict.fromkeys(("name", "route", "reason"), _TEXT),
-    **dict.fromkeys(("predicted_s", "measured_s"), _TIME),
+    "predicted_s": _TIME,
+    "measured_s": _PAST,
     "shape": (lambda v: isinstance(v, list) and all(map(_COUNT[0], v)), "a list of whole numbers ≥ 0"),
     "dtype": (lambda v: isinstance(v, str) and v in _FLOATS, "a floating-point dtype such as float32"),
     "kind": (lambda v: v in get_args(Kind), f"one of {', '.join(get_args(Kind))}"),
@@ -151,9 +153,10 @@ def diff(old: Plan, new: Plan) -> str:
 
 
 def _entry(p: PlannedLayer) -> dict[str, Any]:
-    s, seconds = p.spec, [t if _TIME[0](t) else None for t in (p.predicted_s, p.measured_s)]
+    s, times = p.spec, {"predicted_s": p.predicted_s, "measured_s": p.measured_s}
+    seconds = {name: t if _LAYER[name][0](t) else None for name, t in times.items()}
     head = {"name": s.name, "shape": s.shape, "dtype": str(s.dtype).removeprefix("torch."), "kind": s.kind}
-    why = {"reason": p.reason, "predicted_s": seconds[0], "measured_s": seconds[1]}
+    why = {"reason": p.reason, **seconds}
     return {**head, "route": str(p.route), **({} if s.rows is None else {"rows": s.rows}), **why}
 
 

@@ -193,8 +193,8 @@ class Plan:
     def _sent(self, p: PlannedLayer) -> float:
         """Bytes that the busiest rank sends by a route in a step: under a hierarchy, to other nodes."""
         carry = p.route.carrier().wire_bytes
-        if self.local == 1:
-            return carry(p.route.codec, p.spec, self.world)
+        if self.local == 1 or p.route.by_rows:
+            return carry(p.route.codec, p.spec, self.world * self.local)
         return max(carry(p.route.codec, s.spec, self.world) for s in stripes(p.route.codec, p.spec, self.local))
 
 

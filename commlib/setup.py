@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commlib.exchange import BY_ROWS
 from commlib.groups import waits_on_stream
+from commlib.hierarchy import Hierarchy
 from commlib.layer import LayerSpec
 from commlib.model import check_frozen_integers, inside, layer_specs, linear_layers, one_device
 from commlib.plan_file import pin
@@ -47,7 +48,7 @@ class Setup:
         group: Any,
         compressor: Rules | Policy | Plan,
         min_size: int,
-        world: int | None = None,
+        hierarchy: Hierarchy | None = None,
     ) -> Setup:
         """For a model.
 
@@ -56,19 +57,19 @@ class Setup:
             group: process group.
             compressor: as :class:`commlib.HookState` takes it.
             min_size: layers with fewer values stay dense.
-            world: ranks that a route connects, if they are not the group's: under a hierarchy, nodes.
+            hierarchy: nodes, if there are some: routes connect these, unless they are flat.
 
         Raises:
             ValueError, TypeError: a bad rule or model.
         """
-        world = group.size() if world is None else world
+        world = group.size() if hierarchy is None else hierarchy.inter.size
         specs = layer_specs(inside(module), getattr(module, "parameters_to_ignore", ()))
         device = one_device(specs)
         policy = policy_of(compressor)
         if isinstance(compressor, dict):
             check_frozen_integers(inside(module), compressor)
         if policy is not None:
-            return cls._chosen_later(module, group, specs, policy, min_size)
+            return cls._chosen_later(module, group, specs, policy, min_size, hierarchy)
         if isinstance(compressor, Plan):
             plan = pin(compressor, specs, world)
         else:
@@ -81,11 +82,23 @@ class Setup:
 
     @classmethod
     def _chosen_later(
-        cls, module: nn.Module, group: Any, specs: Sequence[LayerSpec], policy: Policy, min_size: int
+        cls,
+        module: nn.Module,
+        group: Any,
+        specs: Sequence[LayerSpec],
+        policy: Policy,
+        min_size: int,
+        hierarchy: Hierarchy | None,
     ) -> Setup:
-        device, world, said = specs[0].device, group.size(), str(policy)
+        device, said = specs[0].device, str(policy)
+        world = group.size() if hierarchy is None else hierarchy.inter.size
         plan = make_plan(specs, "none", world=world, min_size=min_size)
-        compressed = {str(r): make_plan(specs, r, world=world, min_size=min_size) for r in policy.routes(world)}
+        routes = policy.routes(world)
+        unpriced = [] if hierarchy is None else [str(r) for r in routes if not r.by_rows]
+        if unpriced:
+            said += f", without {', '.join(unpriced)}: under a hierarchy nobody measures yet what they cost"
+        found = {str(r): r for r in routes if str(r) not in unpriced}
+        compressed = {name: make_plan(specs, r, world=world, min_size=min_size) for name, r in found.items()}
         why = _no_choice(module, group, device)
         if why:
             return cls(specs, device, plan.because(said, why), frozenset(), {}, said)
@@ -117,9 +130,9 @@ class Setup:
         }
         return {**(choice if self.choice else {}), **self.plan.describe()}
 
-    def rounds(self) -> int:
-        """The most rounds that any route has, or may get."""
-        return max(p.route.carrier().ROUNDS for plan in self.plans for p in plan)
+    def exchanges(self) -> frozenset[str]:
+        """All that any layer goes by, or may come to; ``dense`` in any case."""
+        return frozenset({"dense", *(p.route.exchange for plan in self.plans for p in plan)})
 
     def row_routes(self) -> dict[str, Route]:
         """Linear layer → how its rows travel, by the plan to begin with."""

@@ -117,7 +117,7 @@ def part(
     if levels is None:
         return route.carrier().rounds([item], world, None)
     cuts = {spec.name: levels.cut(route.codec, spec)}
-    return hierarchical.rounds({route.exchange: [item]}, cuts, levels.local, levels.inter)
+    return hierarchical.rounds({route.exchange: [item]}, cuts, world, levels.local, levels.inter)
 
 
 def echo(calls: Sequence[Collective], size: int) -> None:

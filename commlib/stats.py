@@ -36,7 +36,8 @@ class Stats:
         seconds: by phase. ``wire`` runs from issue to completion, so it includes waiting for slower
             ranks and for the link, and the wires of several buckets may overlap in time.
         layers: by parameter name.
-        inter_bytes: those of ``wire_bytes`` that went to other nodes; None without a hierarchy, for nobody knows.
+        inter_bytes: those of ``wire_bytes`` that went to other nodes; None without a hierarchy, for nobody knows. Rows
+            are not counted there: they go flat, and which of them leave a node is for the transport to say.
     """
 
     steps: int

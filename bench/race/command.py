@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from commlib.bench.launch import RankFailed, sigterm_raises
-from commlib.bench.options import Backend, BucketCap, Hosts, Json, PerHost, Ranks, Rate, Save
+from commlib.bench.options import Backend, BucketCap, Hosts, Json, Levels, Limit, PerHost, Ranks, Rate, Save
 from commlib.bench.page.findings import findings
 from commlib.bench.place import Place, check_peers, place
 from commlib.bench.progress import Bar
 from commlib.bench.record import Record, emit, facts
 from commlib.bench.report import Row, console
 from commlib.errors import CommlibError, unknown
+from commlib.pace import RateLimit
 
 from .compute import parse_compute
 from .contenders import COMMLIB, Contender, choose
@@ -28,6 +29,7 @@ from .schedule import Schedule, Visit
 from .visit import WARM_UP, Job
 
 _LEAST_S, _LEAST_S_PER_VALUE = 15.0, 2e-6  # any visit may take so long: codecs of 2 µs a value and visit exist
+_LIMITED_STEPS = 30  # dense ones under a limit that any visit may take: a manager may want so many to make up its mind
 
 
 def train(
@@ -49,6 +51,8 @@ def train(
     rate: Rate = None,
     ranks_per_host: PerHost = 1,
     backend: Backend = "gloo",
+    limit: Limit = None,
+    hierarchy: Levels = False,
     batch: Annotated[int | None, typer.Option(min=1, help="Examples for each rank and step. [the model's]")] = None,
     steps: Annotated[
         int,
@@ -79,9 +83,14 @@ def train(
     come down by at least a tenth of what DDP has. With simulated compute the averaged gradient itself is checked: it
     must be the ranks' mean, or from a lossy route point the mean's way.
 
+    --limit and --hierarchy are for commlib's routes: ddp and torch-… go on as they are, and the title says so. All
+    ranks on one node, or one on each (a lab without --ranks-per-host): flat, and the title says why.
+
     A route that fails or hangs is reported and left out; the others go on.
     """
     backward_s = parse_compute(compute)
+    if limit is not None and backend == "nccl":
+        raise ValueError("--limit is kept on the host, which NCCL passes by: use --backend gloo, or leave --limit out")
     models = _models(model, quick)
     if rounds is None and quick:
         rounds = 1
@@ -89,9 +98,10 @@ def train(
     try:
         with sigterm_raises(), place(ranks, hosts, rate, ranks_per_host) as where:
             check_peers(where, backend)
-            contenders = choose(comm or (), only or (), where.world_size, quick=quick)
+            ours: dict[str, Any] = {"limit": limit, "hierarchy": hierarchy}
+            contenders = choose(comm or (), only or (), where.world_size, quick=quick, **ours)
             run = facts(**where.facts(), backend=backend, line_gbit_s=None, line_latency_us=None)
-            run |= {"compute": compute, "batch": batch, "steps_per_visit": steps, "bucket_cap_mb": bucket_cap_mb}
+            run |= {"compute": compute, "batch": batch, "steps_per_visit": steps, "bucket_cap_mb": bucket_cap_mb} | ours
             for name in models:
                 size = batch or MODELS[name].batch
                 job = Job(name, contenders, steps, size, backward_s, backend, bucket_cap_mb)
@@ -125,6 +135,9 @@ def _race(where: Place, job: Job, rounds: int | None, seconds: float, run: dict[
     parameters = sum(math.prod(shape) for _, shape in shapes(job.model))
     contenders: Sequence[Contender] = job.contenders
     least_s = _LEAST_S + _LEAST_S_PER_VALUE * parameters
+    limit = RateLimit.of(next((c.limit for c in contenders if c.limit is not None), None))
+    if limit is not None:  # which the baseline, whose visit is the measure of others, does not know
+        least_s += (_LIMITED_STEPS + 3 * job.steps) * limit.seconds(2 * 4 * parameters)
     schedule = Schedule([c.name for c in contenders], rounds, job.steps, seconds, least_s, least_s)
     with Bar(f"{job.model}: starting the ranks, measuring the line") as bar:
 

@@ -28,11 +28,15 @@ class Contender:
         name: ``ddp``, a hook of PyTorch's (``torch-…``), or a spec of commlib's.
         by: ``pytorch`` or ``commlib``.
         exact: whether it hands over the mean gradient itself, but for the order of the sum.
+        limit: of what a rank sends, as ``50mbit``; of commlib's only.
+        hierarchy: whether it sums inside nodes first; of commlib's only.
     """
 
     name: str
     by: str
     exact: bool
+    limit: str | None = None
+    hierarchy: bool = False
 
     def put_on(self, ddp: DistributedDataParallel, group: Any, timeout: float) -> commlib.HookState | None:
         """Register it on a DDP over ``group``. Collective.
@@ -44,7 +48,7 @@ class Contender:
             Its state, if it is commlib's.
         """
         if self.by == "commlib":
-            return commlib.attach(ddp, self.name, timeout=timeout)
+            return commlib.attach(ddp, self.name, timeout=timeout, limit=self.limit, hierarchy=self.hierarchy)
         if self.name != BASELINE:
             state, hook = _HOOKS[self.name](group)
             ddp.register_comm_hook(state, hook)
@@ -67,7 +71,15 @@ _HOOKS: Mapping[str, Callable[[Any], tuple[object, Any]]] = {
 _BY_NAME = {"torch-powersgd:rank=2"}  # races only if it is asked for
 
 
-def choose(comm: Sequence[str], only: Sequence[str], world_size: int, *, quick: bool = False) -> list[Contender]:
+def choose(
+    comm: Sequence[str],
+    only: Sequence[str],
+    world_size: int,
+    *,
+    quick: bool = False,
+    limit: str | None = None,
+    hierarchy: bool = False,
+) -> list[Contender]:
     """The contenders, the baseline first.
 
     Args:
@@ -75,6 +87,7 @@ def choose(comm: Sequence[str], only: Sequence[str], world_size: int, *, quick: 
         only: names of those that shall race; the baseline does in any case. Empty: all, or :data:`QUICK`.
         world_size: what a route's default exchange depends on.
         quick: without ``comm`` and ``only``, only those of :data:`QUICK`.
+        limit, hierarchy: of commlib's contenders; PyTorch's know neither.
 
     Raises:
         ValueError: a name or a spec that is not known, or one given twice.
@@ -83,7 +96,7 @@ def choose(comm: Sequence[str], only: Sequence[str], world_size: int, *, quick: 
     if twice:
         raise ValueError(f"--comm {sorted(twice)[0]!r} is given twice")
     pytorch = [Contender(BASELINE, "pytorch", True), *(Contender(n, "pytorch", False) for n in _HOOKS)]
-    ours = [Contender(c, "commlib", _exact(c, world_size)) for c in comm or COMMLIB]
+    ours = [Contender(c, "commlib", _exact(c, world_size), limit, hierarchy) for c in comm or COMMLIB]
     known = {c.name: c for c in [*pytorch, *ours]}
     for name in only:
         if name not in known:

@@ -41,6 +41,8 @@ def _row(
         "spread": spread(times) if times else None,
         "vs_ddp": versus(own, base),
         "predicted_s": _median([o.predicted_s for o in own]),
+        "limit": contender.limit,
+        "levels": next((o.levels for o in own if o.levels is not None), None),
         "steps": len(times),
         "socket_bytes": sent,
         "times_fewer": base_sent / sent if sent and base_sent else None,
@@ -82,7 +84,18 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 # What a narrow table leaves out, the least missed first; the sentences below it name what failed.
-_DISPENSABLE = ("loss_of_ddp", "status", "by", "steps", "loss", "spread", "socket_bytes", "predicted_s")
+_DISPENSABLE = (
+    "loss_of_ddp",
+    "status",
+    "levels",
+    "limit",
+    "by",
+    "steps",
+    "loss",
+    "spread",
+    "socket_bytes",
+    "predicted_s",
+)
 
 
 def hidden(table: Sequence[Row], width: int) -> tuple[str, ...]:
@@ -109,5 +122,14 @@ def title(record: Record) -> str:
     line = "" if run["line_gbit_s"] is None else f", line {cell(run['line_gbit_s'])} Gbit/s"
     return (
         f"{named}, {run['compute']} compute · {run['ranks']} ranks{at}, {run['backend']}{line} · "
-        f"medians of {run['rounds']} × {run['steps_per_visit']} steps"
+        f"medians of {run['rounds']} × {run['steps_per_visit']} steps{_only_ours(record)}"
     )
+
+
+def _only_ours(record: Record) -> str:
+    """What holds for commlib's routes and not for those they are compared with."""
+    limit, asked = record.run.get("limit"), record.run.get("hierarchy")
+    levels = next((row["levels"] for row in record.rows if row.get("levels")), "no route came so far")
+    said = [f"at most {limit} from each rank"] if limit else []
+    said += [f"hierarchy: {levels}"] if asked else []
+    return f" · commlib's routes alone: {'; '.join(said)}" if said else ""

@@ -37,6 +37,7 @@ class Outcome:
         evidence: of whether it learned; None with an error.
         error: why it came to nothing, or None.
         predicted_s: a step, by the bandwidth manager; None without one.
+        levels: what became of a hierarchy; None if none was asked for.
     """
 
     visit: Visit
@@ -46,6 +47,7 @@ class Outcome:
     evidence: Evidence | None = None
     error: str | None = None
     predicted_s: float | None = None
+    levels: str | None = None
 
 
 @dataclasses.dataclass

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from commlib.bench.child import tell
+from commlib.bench.levels import levels_of
 from commlib.bench.sockets import Traffic, traffic
 
 from .contenders import Contender
@@ -68,6 +69,7 @@ class _Sheet:
     steps_s: list[float] = dataclasses.field(default_factory=list)
     sent_bytes: float | None = None
     predicted_s: float | None = None
+    levels: str | None = None
     evidence: Evidence | None = None
     error: str | None = None
     ended: float = 0.0
@@ -133,6 +135,7 @@ def _train(
     comm = contender.put_on(ddp, group, limit_s)
     if comm is not None:
         end.call = comm.close
+        sheet.levels = levels_of(comm.plan) if contender.hierarchy else None
         for _ in range(_SETTLING):
             if comm.settled:
                 break
@@ -176,7 +179,8 @@ def _outcome(visit: Visit, sheets: Sequence[_Sheet]) -> Outcome:
         return Outcome(visit, seconds, error=where + text)
     slowest = tuple(max(times) for times in zip(*(s.steps_s for s in sheets), strict=True))
     first = sheets[0]
-    return Outcome(visit, seconds, slowest, first.sent_bytes, first.evidence, predicted_s=first.predicted_s)
+    found = Outcome(visit, seconds, slowest, first.sent_bytes, first.evidence)
+    return dataclasses.replace(found, predicted_s=first.predicted_s, levels=first.levels)
 
 
 def short(error: BaseException) -> str:

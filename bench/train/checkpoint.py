@@ -108,9 +108,9 @@ class RunFolder:
             )
 
 
-def comm_state(owned: list[dict[str, Any]], rank: int, ranks: int) -> dict[str, Any]:
-    """A rank's codec memory from a checkpoint, merged if the number of ranks has changed."""
-    if len(owned) == ranks:
+def comm_state(owned: list[dict[str, Any]], rank: int, ranks: int, nodes: str | None = None) -> dict[str, Any]:
+    """A rank's codec memory from a checkpoint, merged if the number of ranks, or their nodes, are others now."""
+    if len(owned) == ranks and owned[rank]["comm"].get("nodes") == nodes:
         return dict(owned[rank]["comm"])
     return dict(commlib.merge_state_dicts([o["comm"] for o in owned]))
 

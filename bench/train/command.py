@@ -12,6 +12,7 @@ import torch.distributed as dist
 import typer
 
 from commlib.bench.launch import RankFailed, Terminated, run_ranks
+from commlib.bench.options import Levels, Limit
 from commlib.bench.progress import Bar
 from commlib.errors import CheckpointMismatch, CommlibError, MissingDependency
 
@@ -45,10 +46,13 @@ def train(
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints. [only at the end]")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoints in the folder.")] = False,
     bucket_cap_mb: Annotated[float | None, typer.Option(help="Size of DDP's buckets in MiB. [DDP's]")] = None,
+    limit: Limit = None,
+    hierarchy: Levels = False,
 ) -> None:
     """Train with each codec in turn, from the same weights and in the same order of data, and compare.
 
-    Starts its own local ranks; under torchrun it is one of torchrun's.
+    Starts its own local ranks; under torchrun it is one of torchrun's. --hierarchy needs several nodes of several
+    ranks, as torchrun or `commlib bench lab --ranks-per-host 2` makes them: elsewhere it is flat, and says why.
     """
     settings = Settings(
         task=task,
@@ -65,6 +69,8 @@ def train(
         dense_steps=dense_steps,
         min_size=min_size,
         bucket_cap_mb=bucket_cap_mb,
+        limit=limit,
+        hierarchy=hierarchy,
         amp=amp,
         checkpoint=checkpoint,
         every=checkpoint_every,

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
+from commlib.bench.levels import levels_of
 
 from .checkpoint import RunFolder, comm_state
 from .evaluate import evaluate
@@ -23,7 +24,7 @@ from .replicas import check_replicas
 from .result import Result, Traffic
 from .settings import Settings
 from .shards import Shards
-from .tasks import Defaults, Task, cross_entropy
+from .tasks import BadInput, Defaults, Task, cross_entropy
 
 
 class Run:
@@ -50,6 +51,7 @@ class Run:
         self.step = 0
         self.traffic = Traffic()
         self.seconds: list[float] = []
+        self.levels: str | None = None
 
     @property
     def parameters(self) -> int:
@@ -82,14 +84,7 @@ class Run:
         )
         optimizer = _optimizer(self.recipe, self.model)
         scaler = torch.amp.GradScaler(self.device.type) if self.settings.amp else None
-        comm = commlib.attach(
-            ddp,
-            self.spec,
-            scaler=scaler,
-            dense_steps=self.settings.dense_steps,
-            min_size=self.settings.min_size,
-            seed=self.seed,
-        )
+        comm = self._attach(ddp, scaler)
         if self.folder is not None and self.settings.resume:
             self._resume(self.folder, optimizer, scaler, comm)
         total = self.recipe.steps
@@ -109,6 +104,24 @@ class Run:
         if self.folder is not None and self.rank == 0:
             self.folder.save_result(dataclasses.asdict(result), self.goal)
         return result
+
+    def _attach(self, ddp: DistributedDataParallel, scaler: torch.amp.GradScaler | None) -> commlib.HookState:
+        given = self.settings
+        try:
+            comm = commlib.attach(
+                ddp,
+                self.spec,
+                scaler=scaler,
+                dense_steps=given.dense_steps,
+                min_size=given.min_size,
+                seed=self.seed,
+                limit=given.limit,
+                hierarchy=given.hierarchy,
+            )
+        except ValueError as e:
+            raise BadInput(f"--comm {self.spec}: {e}") from e
+        self.levels = levels_of(comm.plan) if given.hierarchy else None
+        return comm
 
     def _one_step(
         self, ddp: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, total: int
@@ -150,6 +163,7 @@ class Run:
             **self.traffic.per_step(),
             replicas_equal=True,
             weights=weights,
+            levels=self.levels,
         )
 
     # -- checkpoints ----------------------------------------------------------------------------
@@ -183,7 +197,8 @@ class Run:
         optimizer.load_state_dict(run["optimizer"])
         if scaler is not None and run["scaler"]:
             scaler.load_state_dict(run["scaler"])
-        comm.load_state_dict(comm_state(owned, self.rank, self.ranks))
+        here = comm.state_dict()
+        comm.load_state_dict(comm_state(owned, self.rank, self.ranks, here.get("nodes")))
         self.step = run["step"]
         self.shards = dataclasses.replace(self.shards, epoch=run["epoch"], consumed=run["consumed"])
         if self.rank < len(owned):
@@ -224,4 +239,7 @@ def _identity(settings: Settings, task: Task, recipe: Defaults, model: nn.Module
         "dense-steps": settings.dense_steps,
         "min-size": settings.min_size,
         "amp": settings.amp,
+        # None, if not given, as in checkpoints from before there were these
+        "limit": settings.limit,
+        "hierarchy": settings.hierarchy or None,
     }

@@ -47,6 +47,8 @@ def main(settings: Settings) -> dict[str, Any]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same bits in every run
         torch.backends.cudnn.deterministic = True
         torch.cuda.set_device(device)
+    if settings.limit is not None and device.type != "cpu":
+        raise BadInput("--limit is kept on the host, for gradients on the CPU: add --device cpu, or leave it out")
     task = load_task(settings.task, settings.data, settings.hidden).to(device)
     dist.init_process_group(backend)
     results, parameters, batch, steps = [], 0, 0, 0
@@ -66,6 +68,8 @@ def main(settings: Settings) -> dict[str, Any]:
         "parameters": parameters,
         "batch_per_rank": batch,
         "steps": steps,
+        "limit": settings.limit,
+        "hierarchy": settings.hierarchy,
         "train_examples": len(task.train[0]),
         "test_examples": len(task.test[0]),
         "runs": results,

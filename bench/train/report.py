@@ -56,7 +56,7 @@ def show(report: Mapping[str, Any]) -> None:
         f"task {r['task']}: {r['train_examples']:,} training and {r['test_examples']:,} test examples, "
         f"model of {r['parameters']:,} parameters",
         f"{r['ranks']} rank{plural} over {r['backend']} on {r['device']} (threads: {r['threads_per_rank']} each), "
-        f"{r['steps']:,} steps of {r['batch_per_rank']} × {r['ranks']} examples, torch {r['torch']}",
+        f"{r['steps']:,} steps of {r['batch_per_rank']} × {r['ranks']} examples, torch {r['torch']}{_way(r)}",
         sep="\n",
         highlight=False,
         soft_wrap=True,
@@ -68,6 +68,12 @@ def show(report: Mapping[str, Any]) -> None:
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _way(report: Mapping[str, Any]) -> str:
+    """The limit and the levels of all runs, if they were asked for."""
+    limit, levels = report["limit"], report["runs"][0]["levels"]
+    return (f", at most {limit} from each rank" if limit else "") + (f", hierarchy: {levels}" if levels else "")
 
 
 def table(runs: Runs) -> Table:

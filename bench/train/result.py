@@ -77,6 +77,7 @@ class Result:
         skipped: steps in which a gradient was not finite.
         replicas_equal: all ranks ended with the same bits (a run that did not raises instead).
         weights: SHA-256 of the final weights.
+        levels: what became of a hierarchy; None if none was asked for.
     """
 
     comm: str
@@ -92,3 +93,4 @@ class Result:
     skipped: int
     replicas_equal: bool
     weights: str
+    levels: str | None = None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from commlib.errors import unknown
+from commlib.pace import RateLimit
 from commlib.policy import policy_of
 from commlib.route import resolve
 
@@ -32,6 +33,8 @@ class Settings:
         data: the task's file.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         dense_steps, min_size, bucket_cap_mb: handed to ``commlib.attach`` and DDP.
+        limit: of what a rank sends, as ``50mbit``.
+        hierarchy: whether nodes sum their gradients first; nodes by the environment.
         amp: mixed precision with a GradScaler.
         checkpoint: folder; None writes no checkpoints.
         every: steps between checkpoints; None is only at the end.
@@ -55,6 +58,8 @@ class Settings:
     dense_steps: int = 0
     min_size: int = 1024
     bucket_cap_mb: float | None = None
+    limit: str | None = None
+    hierarchy: bool = False
     amp: bool = False
     checkpoint: Path | None = None
     every: int | None = None
@@ -82,6 +87,10 @@ class Settings:
             raise BadInput(f"--data {self.data}: no such file")
         if self.resume and self.checkpoint is not None and not self.checkpoint.is_dir():
             raise BadInput(f"--resume: there is no folder {self.checkpoint}")
+        try:
+            RateLimit.of(self.limit)
+        except ValueError as e:
+            raise BadInput(f"--{e}") from e
         _check_comms(self.comms)
         if self.checkpoint is not None and not self.resume:
             used = [p for c in self.comms for s in self.seeds if (p := run_path(self.checkpoint, c, s)).exists()]

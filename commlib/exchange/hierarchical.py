@@ -1,4 +1,4 @@
-"""Two levels: sums inside a node, the routes' own exchanges between nodes, copies inside a node.
+"""Two levels: sums inside a node, the routes' own exchanges between nodes, copies inside a node; rows go flat.
 
 As in hierarchical all-reduce (Goyal et al. 2017, section 4; BlueConnect, Cho et al. 2019), with any exchange in the
 middle. Every local rank sums a stripe of each layer and exchanges it with its counterparts on the other nodes: so a
@@ -7,6 +7,9 @@ node's link carries each value once a rank of the ring of *nodes*, shared out am
 Stripes are cut per layer, along rows, at the boundaries of the planned codec, and never per bucket: so residuals do not
 depend on how DDP fills its buckets. Stage 1 is an all-to-all and a sum in local order, in place of a reduce-scatter:
 the same bytes, but stripes may be unequal, and the order of the sum does not depend on a value's place in its bucket.
+
+Rows of linear layers (``BY_ROWS``) go from every rank to every rank beside all that: those of a node's ranks do not add
+up to fewer, so two levels would carry as many of them between nodes, but for those that a node's own ranks need.
 
 All ranks end with the same bits: counterparts by the promise of the exchange between them, the ranks of a node because
 they gather the same bytes. An inf or NaN stays in the sum, reaches all counterparts, and by the gathering all ranks.
@@ -21,7 +24,7 @@ import torch
 from torch import Tensor
 
 from commlib.collective import AllGather, AllToAll, Among, Rounds, among, lockstep
-from commlib.exchange import EXCHANGES
+from commlib.exchange import BY_ROWS, EXCHANGES
 from commlib.exchange.item import Item, Stripe, World, payers, rows
 
 MORE_ROUNDS = 2
@@ -29,20 +32,35 @@ MORE_ROUNDS = 2
 
 
 def rounds(
-    routes: Mapping[str, Sequence[Item]], cuts: Mapping[str, Sequence[Stripe]], local: World, inter: World
+    routes: Mapping[str, Sequence[Item]],
+    cuts: Mapping[str, Sequence[Stripe]],
+    world: World,
+    local: World,
+    inter: World,
 ) -> Rounds:
     """Replace the gradients of a bucket by their means over all ranks of all nodes; bitwise the same on every rank.
 
-    Every rank goes through equally many rounds, for routes are the same on all of them; one whose stripes are all empty
-    takes part with no bytes.
+    Exchanges that go flat run beside the two levels, round by round, over all ranks. Every rank goes through equally
+    many rounds of the same scopes, for routes are the same on all of them; one whose stripes are all empty takes part
+    with no bytes.
 
     Args:
         routes: exchange → its items, in the same order on every rank: the whole layer's spec and gradient, but memory
-            and owner for this rank's stripe.
-        cuts: layer → a stripe for each local rank.
+            and owner for this rank's stripe, unless the exchange goes flat.
+        cuts: layer → a stripe for each local rank; of those that do not go flat.
+        world: this rank among all.
         local: this rank in its node.
         inter: this rank's node, among nodes.
     """
+    shared = {exchange: items for exchange, items in routes.items() if exchange not in BY_ROWS}
+    flat = [EXCHANGES[name].rounds(items, world, None) for name, items in routes.items() if name in BY_ROWS]
+    yield from lockstep([*([_two_levels(shared, cuts, local, inter)] if shared else []), *flat])
+
+
+def _two_levels(
+    routes: Mapping[str, Sequence[Item]], cuts: Mapping[str, Sequence[Stripe]], local: World, inter: World
+) -> Rounds:
+    """The layers that are shared out among a node's ranks, as :func:`rounds`."""
     items = [item for part in routes.values() for item in part]
     table = [[stripe.spec.numel for stripe in cuts[item.spec.name]] for item in items]
     layouts = [list(layout) for layout in zip(*table, strict=True)]  # [local rank][layer]: values

@@ -13,7 +13,7 @@ rank to rank, and collectives that do not match hang or corrupt. So:
 Nothing waits in a callback, and the autograd thread waits for nothing.
 
 With a hierarchy a round's collectives are of other ranks (``Scope``), and a lane has one process group for each scope
-it may meet. Both arguments still hold:
+it may meet: a node's ranks, counterparts, and all ranks for what goes flat beside them. Both arguments still hold:
 
 * A process group belongs to one lane of each of its ranks, and to the same one: lanes and groups are made alike. Which
   buckets ask for which scope in round i follows from the routes, which all ranks share. So each group still sees one
@@ -22,6 +22,9 @@ it may meet. Both arguments still hold:
   whatever rank, only its round i − 1 must complete and the lane be past bucket b − 1; and it completes once the ranks
   of its groups have issued it, and what these groups had before. Every such step goes to a smaller i, or to a smaller
   b with the same i. So a chain of waits has an end and is no cycle, whichever ranks are in which group.
+* One round may ask for several scopes: its collectives are issued in one go, in an order alike on all ranks, before any
+  of them is waited for. Rows that have left already (``First``) were issued by the thread of the backward pass, on a
+  group of their own and in an order of their own, and wait for nothing (:mod:`commlib.factors.layers`).
 
 Where waiting is not blocking (NCCL: ``wait`` makes the current stream wait), no lanes are needed: the hook's
 thread enqueues all rounds of a bucket on a side stream at once, on one communicator a scope, in bucket order.
@@ -119,6 +122,14 @@ class Sequencer:
             t.join(max(0.0, end - time.monotonic()))  # one that waits for a lost rank ends at its group's deadline
         self._queues, self._threads = [], []
 
+    def groups(self) -> dict[Scope, Any]:
+        """A process group of each scope, for whoever issues alike on all ranks while no bucket is under way.
+
+        The first there is. Every rank has issued all that its buckets asked of it before it finds none under way, so
+        that comes first in the sequence of each group, on all of its ranks.
+        """
+        return {scope: group for lane in reversed(self._groups) for scope, group in lane.items()}
+
     @property
     def wire_bytes(self) -> float:
         """Bytes this rank has sent."""
@@ -126,7 +137,7 @@ class Sequencer:
 
     @property
     def inter_bytes(self) -> float | None:
-        """Those of them that it has sent to other nodes; None if no lane knows of nodes."""
+        """Those of them that it has sent to its counterparts on other nodes; None if no lane knows of nodes."""
         known = [lane["inter"] for lane in self._sent if "inter" in lane]
         return sum(known) if known else None
 

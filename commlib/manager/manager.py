@@ -1,7 +1,8 @@
 """The manager on one rank: it notes down steps, comes to reviews, and does what was decided.
 
 All in the thread of the backward pass. A review is held when an exchange has come through, so nothing of this model is
-under way; what it measures travels on the process group of the rows' first rounds, which nothing else uses then. The
+under way; what it measures travels on process groups that nothing else uses then: that of the rows' first rounds, and
+under a hierarchy those of its levels (:meth:`commlib.exchange.sequencer.Sequencer.groups`). The
 exchanges until the next review are part of the decision, so all ranks come to it after the same one.
 """
 
@@ -22,9 +23,8 @@ from commlib.manager.codecs import Cost, measure
 from commlib.manager.decision import Decision
 from commlib.manager.model import Model
 from commlib.manager.pilot import Pilot
-from commlib.manager.probe import measure_link, measure_product
+from commlib.manager.probe import Probe, measure_product
 from commlib.manager.sheet import Figures, Sheet, slowest
-from commlib.pace import RateLimit
 from commlib.route import Plan, Route, resolve
 from commlib.setup import Setup
 from commlib.stats import Meter
@@ -39,10 +39,10 @@ class Manager:
         setup: the parameters, and the routes to choose among.
         factors: taps on the linear layers whose rows can be sent; it makes none of them active until it has decided.
         board: for its reviews.
-        group: process group that carries first rounds of rows only.
+        probe: of the link, on process groups that carry nothing else while no exchange is under way.
         world: this rank.
         meters: of all parameters.
-        limit: of what this rank sends, which the process group keeps by itself.
+        note: what there is to say of its plans besides.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class Manager:
         setup: Setup,
         factors: FactorLayers,
         board: Board,
-        group: Any,
+        probe: Probe,
         world: World,
         meters: Mapping[str, Meter],
-        limit: RateLimit | None = None,
+        note: str = "",
     ) -> None:
-        self._factors, self._board, self._group, self._world = factors, board, group, world
-        self._meters, self._limit = meters, limit
+        self._factors, self._board, self._probe, self._world = factors, board, probe, world
+        self._meters, self._note = meters, note
         self._choice, self._policy, self._device = setup.choice, setup.policy, setup.device
         self._routes = {name: resolve(name, world.size) for name in setup.choice}
         compressed = {name: plan for name, plan in setup.choice.items() if not self._routes[name].codec.lossless}
@@ -127,7 +127,7 @@ class Manager:
                 left = not own and by.route.exchange == "dense" and by.route.codec.lossless
                 route, why = by.route, by.reason if left else why
             layers[name] = dataclasses.replace(p, spec=spec, route=route, reason=why, predicted_s=seconds)
-        return Plan(layers, now.world, self.about())
+        return dataclasses.replace(now, layers=layers, about=self.about())
 
     def measured(self, now: Plan) -> Plan:
         """The plan with the time that each layer's exchange has taken since its routes were chosen."""
@@ -143,10 +143,11 @@ class Manager:
     def about(self) -> str:
         """The state of affairs in a line."""
         d = self.decision
-        if d.step_s is None:
-            return f"{self._policy}: measuring dense steps"
-        planned, dense = d.step_s
-        return f"{self._policy} ({d.phase}): predicted {planned * 1e3:.4g} ms a step, all dense {dense * 1e3:.4g} ms"
+        said = f"{self._policy}: measuring dense steps"
+        if d.step_s is not None:
+            planned, dense = (f"{seconds * 1e3:.4g} ms" for seconds in d.step_s)
+            said = f"{self._policy} ({d.phase}): predicted {planned} a step, all dense {dense}"
+        return "; ".join(filter(None, [said, self._note]))
 
     # -- a review --
 
@@ -157,7 +158,7 @@ class Manager:
                 self._rows[name] = max(count, self._rows.get(name, 0))
         measured: dict[str, Any] = {"wire": (self._wire() - self._wire_before) / self.decision.steps}
         if self.decision.probe:
-            measured["link"] = measure_link(self._group, self._world, self._device, self._limit)
+            measured["link"] = self._probe.link()
             measured["products"] = self._products()
             measured["codecs"] = self._codecs = self._codecs or self._costs()  # they do not depend on the link
         terms = self._factors.terms()

@@ -150,7 +150,8 @@ class Pilot:
         assert self._link is not None
         dense_now = not self._now.routes
         before = self._link
-        change = link.all_reduce.beta / before.all_reduce.beta if before.all_reduce.beta else 1.0
+        was, now = before.all_reduce.beta, link.all_reduce.beta
+        change = now / was if was else math.inf if now else 1.0  # of none that shows, one that does is another
         self._earned = math.inf
         if (least := self._least_s(link.slower(self._slower))) > _SURE * f.span:
             self._earned = 0.0

@@ -2,79 +2,113 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from commlib.collective import Scope, scope_of
 from commlib.exchange.item import World
+from commlib.hierarchy import Hierarchy
 from commlib.line import fit
 from commlib.link import Line, Link
+from commlib.memory import MemoryStore
 from commlib.pace import RateLimit
+from commlib.route import resolve
+from commlib.simulate import part
 
 _SIZES = (16 << 10, 1 << 20, 8 << 20)  # bytes a rank sends
 _LONGEST = (2.0, 0.3)  # seconds: the second and third are left out if they would take longer, by what the last took
 _WARM, _TIMES = 3, 5  # repetitions; fewer where they take long
 
 
-def measure_link(group: Any, world: World, device: torch.device, limit: RateLimit | None = None) -> Link:
-    """α and β of all-reduce and all-gather, as this rank sees them. Collective; at most about two seconds.
-
-    A slow limit takes longer: three messages of 16 KiB for each, and no larger ones that would take over two seconds.
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """What a link is measured with.
 
     Args:
-        group: a process group that carries nothing else meanwhile.
+        group: a process group of all ranks.
         world: this rank.
         device: where gradients are.
-        limit: that the group keeps. A short message may leave at once; no price counts on that.
+        limit: that the groups keep. A short message may leave at once; no price counts on that.
+        hierarchy: nodes, if dense gradients go over two levels.
+        groups: of each scope of these. Like ``group``, they carry nothing else meanwhile.
     """
-    everyone, one = world.size, torch.zeros(1, device=device)
 
-    def reduce(sent: int) -> Callable[[], Any]:
-        tensor = torch.zeros(max(1, sent * everyone // (2 * (everyone - 1)) // 4), device=device)
-        return lambda: group.allreduce([tensor])
+    group: Any
+    world: World
+    device: torch.device
+    limit: RateLimit | None = None
+    hierarchy: Hierarchy | None = None
+    groups: Mapping[Scope, Any] = dataclasses.field(default_factory=dict)
 
-    def gather(sent: int) -> Callable[[], Any]:
-        tensor = torch.zeros(max(1, sent // (everyone - 1)), dtype=torch.uint8, device=device)
-        out = torch.empty(everyone * len(tensor), dtype=torch.uint8, device=device)
-        return lambda: group._allgather_base(out, tensor)
+    def link(self) -> Link:
+        """α and β of the dense exchange and of all-gathers, as the slowest rank sees them.
 
-    def agreed(seconds: float) -> float:
+        Collective; at most about two seconds. A slow limit takes longer: three messages of 16 KiB for each, and no
+        larger ones that would take over two seconds.
+
+        Under a hierarchy the first line is of the two-level exchange as a whole, with its copies. Its bytes are those
+        of a flat ring, 2(P−1)/P of the gradient, for a rank sends as many: 2(L−1)/L of it inside its node and, of a
+        stripe, 2(N−1)/N to others. Under a limit only the latter are held up, one in (P−1)/(N−1).
+        """
+        held = 1.0 if self.hierarchy is None else (self.hierarchy.inter.size - 1) / (self.world.size - 1)
+        reduce = self._reduce if self.hierarchy is None else functools.partial(self._two_levels, self.hierarchy)
+        return Link(self.world.size, self._line(reduce, held), self._line(self._gather, 1.0))
+
+    def _reduce(self, sent: int) -> Callable[[], None]:
+        tensor = torch.zeros(self._values(sent), device=self.device)
+        return lambda: self.group.allreduce([tensor]).wait()
+
+    def _two_levels(self, hierarchy: Hierarchy, sent: int) -> Callable[[], None]:
+        """The exchange itself, round by round: each is issued, alike on all ranks, once the one before is through."""
+        grad, route, store = torch.zeros(self._values(sent), device=self.device), resolve("none", 2), MemoryStore()
+
+        def through() -> None:
+            for batch in part(route, grad, store, self.world, hierarchy, step=0, seed=0):
+                for work in [call.issue(self.groups[scope_of(call)]) for call in batch]:
+                    work.wait()
+
+        return through
+
+    def _gather(self, sent: int) -> Callable[[], None]:
+        tensor = torch.zeros(max(1, sent // (self.world.size - 1)), dtype=torch.uint8, device=self.device)
+        out = torch.empty(self.world.size * len(tensor), dtype=torch.uint8, device=self.device)
+        return lambda: self.group._allgather_base(out, tensor).wait()
+
+    def _values(self, sent: int) -> int:
+        """So many float32 make a rank send so many bytes in an all-reduce."""
+        return max(1, sent * self.world.size // (2 * (self.world.size - 1)) // 4)
+
+    def _line(self, start: Callable[[int], Callable[[], None]], held: float) -> Line:
+        """Of what ``start`` makes for a number of bytes, of which the limit holds up this share."""
+        least = 0.0 if self.limit is None else held / self.limit.bytes_s  # seconds a byte
+        points: list[tuple[float, float]] = []
+        for sent, longest in zip(_SIZES, (math.inf, *_LONGEST), strict=True):
+            expected = max(least * sent, points[-1][1] * sent / points[-1][0] if points else 0.0)
+            if expected > longest:
+                break
+            through, short = start(sent), expected < 0.03
+            for _ in range(_WARM if short else 1):
+                through()
+            times = [_timed(through) for _ in range(_TIMES if short else 2)]
+            points.append((float(sent), max(self._agreed(min(times)), 1e-9)))  # what takes longer is not the link
+        found = fit(points)
+        return Line(found.alpha, max(found.beta, least))
+
+    def _agreed(self, seconds: float) -> float:
         """The slowest rank's, to all."""
-        one.fill_(seconds)
+        one = torch.full((1,), seconds, device=self.device)
         options = torch.distributed.AllreduceOptions()
         options.reduceOp = torch.distributed.ReduceOp.MAX  # type: ignore[assignment]  # its stub is not its type
-        group.allreduce([one], options).wait()
+        self.group.allreduce([one], options).wait()
         return float(one)
-
-    lines = [_line(start, agreed, limit) for start in (reduce, gather)]
-    link = Link(everyone, *lines)
-    return link if limit is None else link.capped(limit.bytes_s)
-
-
-def _line(start: Callable[[int], Callable[[], Any]], agreed: Callable[[float], float], limit: RateLimit | None) -> Line:
-    points: list[tuple[float, float]] = []
-    for sent, longest in zip(_SIZES, (math.inf, *_LONGEST), strict=True):
-        slowest = 0.0 if limit is None else limit.seconds(sent)
-        expected = max(slowest, points[-1][1] * sent / points[-1][0] if points else 0.0)
-        if expected > longest:
-            break
-        issue, short = start(sent), expected < 0.03
-        for _ in range(_WARM if short else 1):
-            issue().wait()
-        times = [_timed(functools.partial(_through, issue)) for _ in range(_TIMES if short else 2)]
-        points.append((float(sent), max(agreed(min(times)), 1e-9)))  # what takes longer is not the link
-    found = fit(points)
-    return Line(found.alpha, found.beta)
-
-
-def _through(issue: Callable[[], Any]) -> None:
-    issue().wait()
 
 
 def measure_product(n: int, m: int, rows: int, dtype: torch.dtype, device: torch.device) -> float:

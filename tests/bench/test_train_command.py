@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commlib.bench.launch import run_ranks
+from commlib.bench.launch import RankFailed, run_ranks
 from commlib.bench.train.rank import Progress
 from commlib.bench.train.rank import main as rank_main
 from commlib.bench.train.settings import Settings
+from commlib.bench.train.tasks import BadInput
 from commlib.cli import main
 
 pytestmark = pytest.mark.slow
@@ -36,6 +37,8 @@ def call(capfd: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
         (["--comm", "none", "--comm", "topk:ratio=2"], "--comm topk:ratio=2: "),
         (["--ranks", "0"], "--ranks must be at least 1, got 0"),
         (["--steps", "-5"], "--steps must be above 0, got -5"),
+        (["--limit", "50m"], "--limit: a rate is a number and kbit, mbit or gbit, as 200mbit; got '50m'"),
+        (["--limit", "0mbit"], "--limit: a rate must be more than nothing, got '0mbit'"),
         (["--resume"], "--resume needs --checkpoint FOLDER"),
         (["--task", "text", "--data", "/nowhere/at.all"], "/nowhere/at.all: no such file"),
     ],
@@ -52,6 +55,37 @@ def test_what_only_a_rank_can_see_is_one_line_too(capfd: pytest.CaptureFixture[s
     code, out, err = call(capfd, "--batch", "5000")
     assert (code, out) == (2, "")
     assert err == ("error: 1437 examples do not fill one step of 2 ranks × --batch 5000: lower --batch or --ranks\n")
+
+
+def test_a_limit_and_a_hierarchy_on_one_node_are_in_the_json_which_says_why_it_is_flat(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    code, out, err = call(capfd, "--json", "--steps", "3", "--comm", "none", "--limit", "200mbit", "--hierarchy")
+    assert code == 0, err
+    report = json.loads(out)
+    assert (report["limit"], report["hierarchy"]) == ("200mbit", True)
+    assert report["runs"][0]["levels"] == "flat: all ranks (2) are on one node"
+
+
+def two_by_two(rank: int) -> dict[str, str]:
+    return {"GROUP_RANK": str(rank // 2), "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"}
+
+
+def test_two_levels_are_trained_on_and_resumed(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"checkpoint": tmp_path, "hierarchy": True, "comms": ("onebit",)}
+    run_ranks(rank_main, 4, (Settings(**options, steps=6),), env=two_by_two)
+    for report in run_ranks(rank_main, 4, (Settings(**options, steps=9, resume=True),), env=two_by_two):
+        (run,) = report["runs"]
+        assert run["levels"] == "2 nodes of 2"
+        assert run["steps"] == 9
+        assert run["replicas_equal"]
+
+
+def test_an_environment_that_makes_no_nodes_is_bad_input_and_says_what_does() -> None:
+    with pytest.raises(RankFailed) as failed:
+        run_ranks(rank_main, 2, (Settings(steps=3, hierarchy=True),), env=lambda rank: {"LOCAL_RANK": "0"})
+    assert isinstance(failed.value.error, BadInput)
+    assert "ranks 0 and 1 both say LOCAL_RANK 0 on node 0" in str(failed.value)
 
 
 @pytest.mark.slow

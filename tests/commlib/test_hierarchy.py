@@ -136,6 +136,14 @@ def test_two_nodes_of_two_are_not_flat():
     assert str(h) == "0,1 2,3"
 
 
+@pytest.mark.parametrize("spec", ["factors", "int8@factors"])
+def test_rows_are_shared_out_to_nobody_and_go_to_all_ranks(spec: str):
+    h, layer, world = Hierarchy(((0, 1), (2, 3)), 2), LayerSpec("x", (64, 64), layer="x"), World(2, 4)
+    assert refuse(resolve(spec, 2), layer) is None
+    assert share(resolve(spec, 2), layer, world, h) == share(resolve(spec, 4), layer, world, None)
+    assert share(resolve("none", 2), layer, world, h) != share(resolve("none", 2), layer, world, None)
+
+
 @pytest.mark.parametrize("spec", ["none", "fp16", "onebit@gather", "onebit@scatter_gather", "topk", "dgc", "randomk"])
 def test_routes_with_nothing_but_memory_of_the_layers_shape_go_between_nodes(spec: str):
     assert refuse(resolve(spec, 4), LayerSpec("x", (64, 64), layer="x")) is None
@@ -144,8 +152,7 @@ def test_routes_with_nothing_but_memory_of_the_layers_shape_go_between_nodes(spe
 @pytest.mark.parametrize(
     ("route", "said"),
     [
-        (Route("low_rank", make("powersgd")), "dense, gather, scatter_gather do"),
-        (Route("factors", make("none")), "dense, gather, scatter_gather do"),
+        (Route("low_rank", make("powersgd")), "dense, gather, scatter_gather, factors do"),
         (Route("gather", make("powersgd")), "its basis cannot be shared out by rows"),
     ],
 )
@@ -167,6 +174,13 @@ def test_the_plan_shows_the_bytes_that_the_busiest_rank_sends_to_other_nodes():
     assert text.splitlines()[0] == "two levels"
     assert "1,200" in text
     assert "1/2.5" in text  # of the 2·3/4·2000 that a rank sends in a flat ring
+
+
+def test_the_plan_shows_the_bytes_of_rows_that_go_to_all_ranks():
+    route, rows = resolve("factors", 2), 3
+    spec = LayerSpec("x", (64, 48), kind="linear.weight", layer="l", rows=rows)
+    text = str(Plan({"x": PlannedLayer(spec, route, resolve("none", 2), "a test")}, 2).noted("", local=2))
+    assert f"{3 * rows * (64 + 48) * 4:,}" in text  # to P − 1 = 3 ranks, in a ring of all four
 
 
 def test_a_plan_file_keeps_how_many_ranks_a_node_has(tmp_path):

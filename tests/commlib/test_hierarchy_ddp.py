@@ -111,23 +111,6 @@ def test_with_whole_numbers_dense_is_plain_ddp_exactly(fleet: Fleet):
     assert fleet.run(4, whole_numbers, 2) == [True] * 4
 
 
-def automatic(world: World, local: int) -> tuple[bool, bool, str]:
-    chosen, dense = trainer(world, "auto", local), trainer(world, "none", local)
-    for t in (chosen, dense):
-        t.train(3)
-        t.close()
-    plan = chosen.comm.plan
-    return torch.equal(chosen.weights(), dense.weights()), chosen.comm.settled, str(plan)
-
-
-def test_auto_is_dense_under_a_hierarchy_and_the_plan_says_why(fleet: Fleet):
-    for same, settled, plan in fleet.run(4, automatic, 2):
-        assert same
-        assert settled
-        assert plan.startswith("dense inside a node of 2, routes between 2 nodes\n")
-        assert "nothing is measured under a hierarchy yet" in plan
-
-
 def delayed(world: World, rule: Any, repetitions: int) -> tuple[bool, bool]:
     unchanged, equal, naps = through_delays(lambda: trainer(world, rule, 2, cap=0.001), repetitions)
     assert naps > 8 * repetitions  # the delays were really there, in every round of more than one bucket

@@ -84,12 +84,3 @@ def test_what_is_no_link_is_refused(case: str) -> None:
     make, message = BAD[case]
     with pytest.raises(ValueError, match=message):
         make()
-
-
-@given(LINKS, st.floats(1e3, 1e12), BYTES)
-def test_a_capped_link_sends_no_faster_and_what_is_slower_stays(link: Link, bytes_s: float, sent: float) -> None:
-    capped = link.capped(bytes_s)
-    for was, now in ((link.all_reduce, capped.all_reduce), (link.all_gather, capped.all_gather)):
-        assert now.alpha == was.alpha
-        assert now.seconds(sent) >= sent / bytes_s * (1 - 1e-12)
-        assert now.beta == max(was.beta, 1 / bytes_s)

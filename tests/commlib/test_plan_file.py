@@ -28,6 +28,7 @@ from toy import PAIRS
 
 SMALL_DGC = "heavyball:momentum=0.5,nesterov=on,clip=0.25@dense"  # a layer under dgc that stays dense
 TIMES = st.none() | st.floats(-1e12, 1e12)
+PAST = st.none() | st.floats(0, 1e12)
 WORDS = st.text(max_size=30)
 
 
@@ -50,7 +51,7 @@ def planned_layers(draw: st.DrawFn, world: int) -> PlannedLayer:
         rows=draw(st.none() | st.integers(0, 1 << 40)),
     )
     route = route_of(draw(st.sampled_from([*PAIRS, SMALL_DGC, "qsgd:ef=on", "topk:ratio=0.12345678901@gather"])), world)
-    return PlannedLayer(spec, route, route, draw(WORDS), draw(TIMES), draw(TIMES))
+    return PlannedLayer(spec, route, route, draw(WORDS), draw(TIMES), draw(PAST))
 
 
 @st.composite
@@ -317,9 +318,13 @@ def test_a_file_of_another_kind_is_named_and_not_json(tmp_path: Path, data: byte
         (changed_layer(rows=2.5), "rows must be"),
         (changed_layer(predicted_s="1 ms"), "predicted_s must be seconds or null, got '1 ms'"),
         (changed_layer(predicted_s=math.nan), "predicted_s must be seconds or null, got nan"),
-        (changed_layer(measured_s=math.inf), "measured_s must be seconds or null, got inf"),
-        (changed_layer(measured_s=10**400), "measured_s must be seconds or null, got 1000"),
-        (changed_layer(measured_s=True), "measured_s must be seconds or null, got True"),
+        (changed_layer(measured_s=math.inf), "measured_s must be seconds ≥ 0 or null, got inf"),
+        (changed_layer(measured_s=math.nan), "measured_s must be seconds ≥ 0 or null, got nan"),
+        (changed_layer(measured_s=-0.5), r"layer '0\.weight': measured_s must be seconds ≥ 0 or null, got -0\.5"),
+        (changed_layer(measured_s=10**400), "measured_s must be seconds ≥ 0 or null, got 1000"),
+        (changed_layer(measured_s=True), "measured_s must be seconds ≥ 0 or null, got True"),
+        (changed(world_size=-4), "world_size must be a whole number > 0, got -4"),
+        (changed(local_size=1), "local_size must be a whole number > 1, or null, got 1"),
         (changed_layer(measured=1.0), "unknown field 'measured'.*did you mean 'measured_s'"),
         (changed_layer(route=None), "route must be a text, and is missing"),
         (

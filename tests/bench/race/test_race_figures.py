@@ -11,9 +11,10 @@ import pytest
 from commlib.bench.race.compute import parse_compute
 from commlib.bench.race.contenders import COMMLIB, Contender, choose
 from commlib.bench.race.evidence import Evidence, judge
-from commlib.bench.race.figures import hidden, rows, spread, versus
+from commlib.bench.race.figures import hidden, rows, spread, title, versus
 from commlib.bench.race.schedule import Outcome, Schedule, Visit
 from commlib.bench.race.visit import short
+from commlib.bench.record import Record
 from commlib.bench.report import Row
 
 DDP = Evidence(0.0, first=5.0, last=4.0)
@@ -171,3 +172,26 @@ def test_errors_are_short_and_without_their_wrapping() -> None:
     assert short(RuntimeError(f"{wrapping}{wrapping}the reason\n\nAt: …")) == "RuntimeError: the reason"
     assert short(ValueError()) == "ValueError"
     assert len(short(ValueError("x" * 1000))) < 120
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        ({}, ""),
+        ({"limit": None, "hierarchy": False}, ""),
+        ({"limit": "50mbit", "hierarchy": False}, " · commlib's routes alone: at most 50mbit from each rank"),
+        ({"limit": None, "hierarchy": True}, " · commlib's routes alone: hierarchy: 2 nodes of 2"),
+    ],
+)
+def test_the_title_says_what_holds_for_commlibs_routes_alone(run: dict[str, object], said: str) -> None:
+    known = {"compute": "real", "ranks": 4, "hosts": None, "backend": "gloo", "line_gbit_s": None, "rounds": 1}
+    row: Row = {"model": "gpt", "parameters": 7, "levels": "2 nodes of 2" if run.get("hierarchy") else None}
+    text = title(Record("train", {**known, "steps_per_visit": 3, **run}, [row]))
+    assert text.endswith("medians of 1 × 3 steps" + said)
+
+
+def test_a_limit_and_a_hierarchy_are_of_commlibs_contenders_alone() -> None:
+    found = choose(["none", "auto"], [], 4, limit="50mbit", hierarchy=True)
+    for c in found:
+        assert (c.limit, c.hierarchy) == (("50mbit", True) if c.by == "commlib" else (None, False))
+    assert {c.by for c in found} == {"commlib", "pytorch"}

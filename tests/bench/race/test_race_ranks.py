@@ -25,6 +25,7 @@ from commlib.bench.race.race import BaselineFailed, race
 from commlib.bench.race.schedule import Schedule
 from commlib.bench.race.visit import Job
 from commlib.bench.report import Row
+from commlib.pace import RateLimit
 
 
 # DDP compares a hook's annotations with the types themselves: these have none.
@@ -123,6 +124,15 @@ def test_right_and_wrong_routes_are_told_apart(backward_s: float | None) -> None
     else:
         assert float(str(seen["ddp"]["step_s"])) >= backward_s
         assert seen["ddp"]["loss"] is None
+
+
+@pytest.mark.slow
+def test_a_limit_holds_up_commlibs_contender_and_a_hierarchy_on_one_node_is_flat_and_says_so() -> None:
+    seen = run(dataclasses.replace(NONE, limit="100mbit", hierarchy=True), backward_s=0.0, limit_s=60.0)
+    row, values = seen["none"], 664_704
+    assert (row["status"], row["limit"], row["levels"]) == ("ok", "100mbit", "flat: all ranks (2) are on one node")
+    assert float(str(row["step_s"])) > 0.9 * RateLimit(100).seconds(4 * values)  # 2(P−1)/P of the gradient is one
+    assert (seen["ddp"]["limit"], seen["ddp"]["levels"]) == (None, None)
 
 
 @pytest.mark.slow

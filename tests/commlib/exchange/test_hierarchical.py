@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from commlib.collective import AllReduce, Among, scope_of
 from commlib.compressor import LayerSpec
 from commlib.exchange import hierarchical
-from commlib.exchange.item import Item, Seeds
-from commlib.groups import scopes
+from commlib.exchange.item import Item, Seeds, World
+from commlib.groups import limited, scopes
 from commlib.hierarchy import Hierarchy, refuse
 from commlib.memory import MemoryStore
 from commlib.registry import compressors, make
@@ -167,7 +167,7 @@ def bucket(pairs: list[str], h: Hierarchy, seen: list[list[str]], seed: int) -> 
         grads.append(grad)
 
     def watched():
-        for batch in hierarchical.rounds(routes, cuts, h.local, h.inter):
+        for batch in hierarchical.rounds(routes, cuts, World(h.rank, len(h.nodes) * h.local.size), h.local, h.inter):
             seen.append([scope_of(c) for c in batch])
             yield batch
 
@@ -186,22 +186,26 @@ def test_layers_by_several_routes_in_one_bucket_meet_only_scopes_that_their_lane
     for layer in zip(*grads, strict=True):
         assert all(torch.equal(layer[0], other) for other in layer)
     assert all(s == seen[0] for s in seen)  # as many rounds of the same scopes on every rank
-    inner = max(r.carrier().ROUNDS for r in map(route, pairs))
-    for lane, batch in zip(scopes(inner, Hierarchy(table, 0)), seen[0], strict=False):
+    lanes = scopes({r.exchange for r in map(route, pairs)}, Hierarchy(table, 0))
+    for lane, batch in zip(lanes, seen[0], strict=False):
         assert set(batch) <= set(lane)
-    assert len(seen[0]) <= len(scopes(inner, Hierarchy(table, 0)))
+    assert len(seen[0]) <= len(lanes)
 
 
 @pytest.mark.parametrize(
-    ("rounds", "expected"),
+    ("exchanges", "flat", "expected"),
     [
-        (1, [("local",), ("inter",), ("local",)]),
-        (2, [("local",), ("inter",), ("inter", "local"), ("local",)]),
+        ({"dense"}, 1, [("local",), ("inter",), ("local",)]),
+        ({"dense", "scatter_gather"}, 2, [("local",), ("inter",), ("inter", "local"), ("local",)]),
+        ({"dense", "factors"}, 2, [("local", "world"), ("inter", "world"), ("local",)]),
     ],
 )
-def test_a_lane_has_groups_for_the_scopes_it_may_meet_and_no_others(rounds, expected):
-    assert scopes(rounds, Hierarchy(((0, 1), (2, 3)), 0)) == expected
-    assert scopes(rounds, None) == [("world",)] * rounds
+def test_a_lane_has_groups_for_the_scopes_it_may_meet_and_no_others(exchanges, flat, expected):
+    found = scopes(exchanges, Hierarchy(((0, 1), (2, 3)), 0))
+    assert found == expected
+    assert scopes(exchanges, None) == [("world",)] * flat
+    assert limited(found) == sum(scope != "local" for lane in expected for scope in lane)
+    assert limited(scopes(exchanges, None)) == flat
 
 
 def test_ranks_that_ask_for_other_scopes_are_refused_by_the_simulation():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlib.layer import LayerSpec
-from commlib.link import Link
+from commlib.link import Line, Link
 from commlib.manager.decision import Decision
 from commlib.manager.model import Model
 from commlib.manager.pilot import Pilot
@@ -256,3 +257,34 @@ def test_a_review_without_steps_changes_nothing() -> None:
     assert not d.routes
     assert d.phase == "watch"
     assert d.probe
+
+
+class Free(Cluster):
+    """A link whose bytes take no time, or do not show; ``gbit_s`` counts once it has worn out."""
+
+    worn = False
+
+    @property
+    def link(self) -> Link:
+        free = Line(0.0, 0.0)
+        return super().link if self.worn else Link(P, free, free)
+
+
+def test_on_a_link_that_takes_no_time_all_stays_dense_and_every_figure_is_a_number() -> None:
+    cluster = Free([(4096, 9216), (1000, 4096)], 32, 0.2, 40e9)
+    d = cluster.settle()
+    assert not d.routes
+    assert d.step_s is not None
+    assert all(math.isfinite(s) for s in [*d.step_s, *d.predicted.values()])
+    assert cluster.review().phase == "steady"
+
+
+def test_when_a_link_that_took_no_time_becomes_slow_the_plan_follows() -> None:
+    cluster = Free([(4096, 9216), (1000, 4096)], 32, 0.2, 40e9)
+    cluster.settle()
+    cluster.review()
+    cluster.worn = True
+    for _ in range(8):
+        cluster.review()
+    assert "instead of no limit that shows" in " ".join(cluster.log)
+    assert set(cluster.settle().routes.values()) == {"factors"}

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from commlib.exchange.item import World
 from commlib.exchange.valve import Throttle
 from commlib.groups import sibling
+from commlib.hierarchy import Hierarchy
 from commlib.link import Link
-from commlib.manager.probe import measure_link, measure_product
+from commlib.manager.probe import Probe, measure_product
 from commlib.pace import RateLimit
 from fleet import Fleet
 
@@ -21,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def link_of(world: World) -> Link:
-    return measure_link(dist.group.WORLD, world, CPU)
+    return Probe(dist.group.WORLD, world, CPU).link()
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -41,7 +42,7 @@ LIMIT = RateLimit(20, burst=100_000)
 def limited(world: World) -> tuple[Link, float]:
     throttle = Throttle(LIMIT, 1)
     start = time.monotonic()
-    link = measure_link(throttle.through(sibling(dist.group.WORLD, CPU)), world, CPU, LIMIT)
+    link = Probe(throttle.through(sibling(dist.group.WORLD, CPU)), world, CPU, LIMIT).link()
     throttle.close()
     return link, time.monotonic() - start
 
@@ -52,6 +53,29 @@ def test_under_a_limit_the_probe_keeps_it_and_no_price_is_below_it(fleet: Fleet)
             assert line.seconds(8 << 20) >= LIMIT.seconds(8 << 20)
         sent = 2 * 3 * ((16 << 10) + (1 << 20))  # 8 MiB would take more than three seconds at this rate: left out
         assert LIMIT.seconds(sent - LIMIT.at_once) <= seconds < LIMIT.seconds(sent) + 3
+
+
+def two_levels(world: World, limit: RateLimit | None) -> Link:
+    levels = Hierarchy(((0, 1), (2, 3)), world.rank)
+    throttle = Throttle(limit, 2)
+    local, inter = (sibling(dist.group.WORLD, CPU, some) for some in (levels.local_ranks, levels.counterparts))
+    whole = throttle.through(sibling(dist.group.WORLD, CPU))
+    link = Probe(whole, world, CPU, limit, levels, {"local": local, "inter": throttle.through(inter)}).link()
+    throttle.close()
+    return link
+
+
+def test_under_a_hierarchy_the_dense_line_is_that_of_two_levels_of_which_a_limit_holds_up_what_leaves_a_node(
+    fleet: Fleet,
+) -> None:
+    links = fleet.run(4, two_levels, None)
+    assert links == [links[0]] * 4
+    assert links[0].world == 4
+    assert 0 < links[0].all_reduce.seconds(8 << 20) < math.inf
+    limit = RateLimit(100, burst=100_000)
+    for link in fleet.run(4, two_levels, limit):
+        assert link.all_gather.seconds(8 << 20) >= limit.seconds(8 << 20)
+        assert link.all_reduce.seconds(9 << 20) >= limit.seconds(3 << 20)  # of 3/2 of a gradient 1/2 leaves the node
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,14 +15,13 @@ from commlib.checkpoint import StateDict, from_state, to_state
 from commlib.collective import Rounds, lockstep
 from commlib.compressor import Memory
 from commlib.errors import PeerLost
-from commlib.exchange import EXCHANGES, dense
+from commlib.exchange import EXCHANGES
 from commlib.exchange.item import Item, Seeds, World
 from commlib.exchange.valve import Throttle
 from commlib.factors.layers import FactorLayers
 from commlib.groups import check_limit, deadline, group_of, limited, make_sequencer, scopes, sibling
 from commlib.handshake import agree, answer_roll_call, meeting_place, publish_failure
 from commlib.hierarchy import share
-from commlib.landing import Landing
 from commlib.levels import find, fit, two_levels
 from commlib.loss_scale import LossScale
 from commlib.manager.board import Board
@@ -31,6 +30,7 @@ from commlib.manager.probe import Probe
 from commlib.memory import MemoryStore
 from commlib.model import inside, name_of, trained_parameters
 from commlib.pace import RateLimit
+from commlib.plain import PlainBucket
 from commlib.policy import Exact, Policy
 from commlib.route import Plan, Route, Rules
 from commlib.setup import Setup, check_numbers
@@ -114,7 +114,8 @@ class HookState:
         self._dense_steps, self._seed, self._shadow = dense_steps, seed, False
         self._meters = {s.name: Meter(s.device) for s in setup.specs}
         self._store = MemoryStore()
-        self._steps, self._landing = Steps(self._store), Landing(module)
+        self._steps = Steps(self._store)
+        self._plain: dict[int, PlainBucket | None] = {}  # bucket → what of it is alike in every step
         self._watched = setup.remembers() or dense_steps > 0
         self._lost_key = f"{self._key}/lost"
         self._throttle = Throttle(limit, limited(lanes) + (self._factors is not None))
@@ -197,22 +198,20 @@ class HookState:
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Exchanges one bucket; DDP calls this (through :func:`hook`) in bucket order on every rank."""
         if bucket.index() == 0:
-            self._landing.begin(came_through=self._steps.begin())
+            self._steps.begin()
             self._store.rescale(self._scale.now())
             self._shadow = not at_end_of_backward(self._finish)
-        names = []
-        routes: dict[str, list[Item]] = {}
-        for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            name = name_of(parameter, self._names)
-            route = self._route(name)
-            routes.setdefault(route.exchange, []).append(self._item(name, route, grad))
-            names.append(name)
+        buffer, parameters = bucket.buffer(), bucket.parameters()
+        plain = self._plain.get(bucket.index())
+        if plain is not None and plain.fits(self._plan, parameters, buffer.dtype) and self._store.empty:
+            names, rounds = plain.names, plain.rounds(buffer, self.world)
+        else:
+            names = [name_of(p, self._names) for p in parameters]
+            rounds = self._sorted(bucket, names)
         if self._manager is not None:
             self._manager.bucket(names)
         label = f"bucket {bucket.index()} ({names[0]} … {names[-1]}) of step {self._steps.count}"
-        plain = self._levels is None and list(routes) == ["dense"] and dense.is_plain(routes["dense"])
-        out = self._landing.of(bucket, wanted=plain and not self._shadow)
-        future = self._sequencer.submit(label, self._rounds(routes, bucket.buffer(), out), out)
+        future = self._sequencer.submit(label, self._checked(rounds, buffer), buffer)
         self._steps.submitted(future, last=bucket.is_last())
         if bucket.is_last() and self._factors is not None:
             self._factors.end_step()
@@ -242,16 +241,23 @@ class HookState:
         if self._manager is not None and self._steps.complete and self._manager.exchanged():
             self._plan = self._manager.plan(self._plan)
 
-    def _rounds(self, routes: dict[str, list[Item]], buffer: Tensor, out: Tensor) -> Rounds:
-        if out.data_ptr() != buffer.data_ptr():
-            yield from dense.whole(routes["dense"], self.world, buffer, out)
-        elif self._levels is not None:
-            yield from two_levels(routes, self._plan, self.world, self._levels)
-        else:
-            whole = buffer if len(routes) == 1 else None
-            yield from lockstep([EXCHANGES[name].rounds(items, self.world, whole) for name, items in routes.items()])
+    def _sorted(self, bucket: Any, names: list[str]) -> Rounds:
+        """The exchanges of a bucket, whose parameters may go by several routes."""
+        routes: dict[str, list[Item]] = {}
+        for name, grad in zip(names, bucket.gradients(), strict=True):
+            route = self._route(name)
+            routes.setdefault(route.exchange, []).append(self._item(name, route, grad))
+        if self._levels is not None:
+            return two_levels(routes, self._plan, self.world, self._levels)
+        if list(routes) == ["dense"]:
+            self._plain[bucket.index()] = PlainBucket.of(self._plan, bucket.parameters(), names, routes["dense"])
+        whole = bucket.buffer() if len(routes) == 1 else None
+        return lockstep([EXCHANGES[name].rounds(items, self.world, whole) for name, items in routes.items()])
+
+    def _checked(self, rounds: Rounds, buffer: Tensor) -> Rounds:
+        yield from rounds
         if self._watched:
-            self._steps.check(out)
+            self._steps.check(buffer)
 
     def _route(self, name: str) -> Route:
         planned = self._plan.layers[name]

@@ -42,6 +42,11 @@ class MemoryStore:
         self._committed: list[_Pair] = []
         self.unit = 1.0
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is kept, so nothing has to be drained either."""
+        return not any(self._pairs.values())
+
     def memory(self, spec: LayerSpec, slots: Mapping[str, Slot], *, prefix: str = "", start: int = 0) -> Memory:
         """The slots of a layer for the step under way, which must write all of them."""
         self._committed = []

@@ -33,17 +33,11 @@ class Steps:
         self._buckets: list[torch.futures.Future[Tensor]] = []
         self._finite: list[Readback] = []
         self._discarded = self._undoable = False
-        self._came_through = True
 
-    def begin(self) -> bool:
-        """A step begins; one before it that broke off half-way is given up.
-
-        Returns:
-            Whether the one before came through, finite or not (True if there was none).
-        """
+    def begin(self) -> None:
+        """A step begins; one before it that broke off half-way is given up."""
         self._settle(abandon=True)
         self._undoable = False
-        return self._came_through
 
     def submitted(self, bucket: torch.futures.Future[Tensor], *, last: bool) -> None:
         """One more bucket of it is on its way."""
@@ -81,8 +75,8 @@ class Steps:
     def _settle(self, *, abandon: bool) -> None:
         if not self._buckets or not (self.complete or abandon):
             return
-        self._came_through = self.complete and all(_came_through(f) for f in self._buckets)
-        if self._came_through and not self._discarded and all(r.get() for r in self._finite):
+        finished = self.complete and all(_came_through(f) for f in self._buckets)
+        if finished and not self._discarded and all(r.get() for r in self._finite):
             self._store.commit()
             self.count += 1
             self._undoable = True

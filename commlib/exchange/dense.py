@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from commlib.collective import AllReduce, Rounds
+from commlib.collective import AllReduce, Payers, Rounds
 from commlib.compressor import Compressor, LayerSpec
 from commlib.exchange.item import Item, Packing, Stripe, World, payers
 
@@ -37,8 +37,8 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
     Divided *before* the sum, as DDP does: so the result is DDP's to the last bit where a whole
     bucket is uncompressed (``buffer``: it is then reduced in place, without a copy).
     """
-    if buffer is not None and is_plain(items):
-        yield from whole(items, world, buffer, buffer)
+    if buffer is not None and all(item.codec.lossless and not item.memory.old for item in items):
+        yield from whole(plain_payers(items), world, buffer)
         return
     by_dtype: dict[torch.dtype, list[Item]] = {}
     for item in items:
@@ -65,13 +65,13 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
                 item.finish(out)
 
 
-def whole(items: Sequence[Item], world: World, source: Tensor, out: Tensor) -> Rounds:
-    """A bucket that is plain altogether: ``out`` (``source`` itself, or as long) becomes its mean."""
-    with items[0].meter.phase("compress"):
-        torch.mul(source, 1 / world.size, out=out)  # DDP's own operation: a division rounds differently
-    yield [AllReduce(out, payers(items, [i.spec.nbytes for i in items]))]
+def whole(payers: Payers, world: World, buffer: Tensor) -> Rounds:
+    """A bucket that is plain altogether becomes its mean."""
+    with payers[0][0].phase("compress"):
+        buffer.mul_(1 / world.size)  # DDP's own operation: a division rounds differently
+    yield [AllReduce(buffer, payers)]
 
 
-def is_plain(items: Sequence[Item]) -> bool:
-    """Whether all are sent as they are."""
-    return all(item.codec.lossless and not item.memory.old for item in items)
+def plain_payers(items: Sequence[Item]) -> Payers:
+    """Shares of the collective of such a bucket."""
+    return payers(items, [item.spec.nbytes for item in items])

@@ -1,0 +1,118 @@
+"""Buckets that go as they are are sorted once, and again whenever what they were sorted by is no longer so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commlib
+from commlib.exchange.item import World
+from commlib.hook import HookState
+from fleet import Fleet
+
+BUCKETS = 3
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 4))
+
+
+class Watch:
+    """How many buckets have been sorted."""
+
+    def __init__(self, comm: HookState) -> None:
+        self.sorted, self._sort = 0, comm._sorted
+        vars(comm)["_sorted"] = self
+
+    def __call__(self, bucket: Any, names: list[str]) -> Any:
+        self.sorted += 1
+        return self._sort(bucket, names)
+
+
+def batch(world: World, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * world.rank + step)
+    return torch.randn(8, 16, generator=generator), torch.randint(4, (8,), generator=generator)
+
+
+def train(ddp: nn.Module, world: World, steps: range) -> None:
+    for step in steps:
+        ddp.zero_grad()
+        x, y = batch(world, step)
+        nn.functional.cross_entropy(ddp(x), y).backward()
+        with torch.no_grad():
+            for p in ddp.parameters():
+                assert p.grad is not None
+                p -= 0.1 * p.grad
+
+
+def equal(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def counted(world: World, rule: Any, options: dict[str, Any]) -> tuple[list[int], bool]:
+    ours, plain = (DistributedDataParallel(model(), bucket_cap_mb=0.005) for _ in range(2))
+    comm = commlib.attach(ours, rule, min_size=0, **options)
+    watch, seen = Watch(comm), []
+    for step in range(6):
+        train(ours, world, range(step, step + 1))
+        seen.append(watch.sorted)
+    train(plain, world, range(6))
+    comm.close()
+    return seen, equal(ours, plain)
+
+
+def test_a_plain_bucket_is_sorted_when_ddp_first_fills_it_and_then_no_more(fleet: Fleet) -> None:
+    for seen, same in fleet.run(2, counted, "none", {}):
+        assert same
+        assert seen[1] > seen[0]  # DDP fills its buckets anew after its first step
+        assert seen[1:] == [seen[1]] * 5
+
+
+@pytest.mark.parametrize(
+    "rule", ["onebit", "fp16", "factors", {"0.*": "onebit", "2.*": "none", "4.*": "fp16"}], ids=str
+)
+def test_others_are_sorted_in_every_step(fleet: Fleet, rule: Any) -> None:
+    for seen, same in fleet.run(2, counted, rule, {}):
+        assert not same or rule == "factors"
+        assert seen[5] - seen[4] == seen[4] - seen[3] > 0
+
+
+def test_the_dense_steps_before_a_codec_are_no_plain_ones(fleet: Fleet) -> None:
+    for seen, same in fleet.run(2, counted, "onebit", {"dense_steps": 3}):
+        assert not same
+        assert seen[5] - seen[4] == seen[2] - seen[1] > 0
+
+
+def drained(world: World) -> tuple[bool, int, int]:
+    """What a codec has held back goes out though the buckets are plain, and then they are sorted no more."""
+    first = DistributedDataParallel(model(), bucket_cap_mb=0.005)
+    comm = commlib.attach(first, "onebit@gather", min_size=0)
+    train(first, world, range(4))
+    state = comm.state_dict()
+    comm.close()
+    again = DistributedDataParallel(model(), bucket_cap_mb=0.005)
+    again.load_state_dict(first.state_dict())
+    comm = commlib.attach(again, "none", min_size=0)
+    train(again, world, range(4, 6))  # the buckets are known
+    comm.load_state_dict(state)
+    watch = Watch(comm)
+    train(again, world, range(6, 7))
+    once = watch.sorted
+    nothing = (
+        not any(layer for layer in comm.state_dict()["layers"].values()) if "layers" in comm.state_dict() else True
+    )
+    train(again, world, range(7, 10))
+    comm.close()
+    return not held, once, watch.sorted
+
+
+def test_what_was_held_back_is_drained_from_plain_buckets_too(fleet: Fleet) -> None:
+    for nothing, once, later in fleet.run(2, drained):
+        assert nothing
+        assert once >= BUCKETS
+        assert later < 3 * once  # one more step to forget it

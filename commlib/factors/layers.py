@@ -69,7 +69,7 @@ class FactorLayers:
         self._before: Any = None
         self._group: Any = None
         self.observer: Observer | None = None
-        self.watch = False  # whether the observer is told of rows
+        self._watch = False
         order = [name for name in reversed(list(modules)) if name in routes]  # the backward pass meets the last first
         self.activate({name: routes[name] for name in order})
 
@@ -112,6 +112,25 @@ class FactorLayers:
         self._order = Order(list(routes))
         for name, count in (rows or {}).items():
             self._habits[name].expect(count)
+        self._fit()
+
+    @property
+    def watch(self) -> bool:
+        """Whether the observer is told of rows. To be changed when :meth:`activate` may be called."""
+        return self._watch
+
+    @watch.setter
+    def watch(self, on: bool) -> None:
+        self._watch = on
+        self._fit()
+
+    def _fit(self) -> None:
+        """Layers have taps while they are needed: a tapped layer takes more time, though it may not show."""
+        for name, tap in self._taps.items():
+            if self._watch or name in self._routes:
+                tap.put()
+            else:
+                tap.remove()
 
     def terms(self) -> dict[str, str]:
         """What ranks must have in common where each multiplies for itself, and must come to the same bits."""
@@ -137,6 +156,7 @@ class FactorLayers:
         self._group = group
         owner = weakref.proxy(self)  # or model, taps and hook would keep each other alive
         self._taps = {name: Tap(name, module, owner, traced=traced) for name, module in self._modules.items()}
+        self._fit()
         self._before = ddp.register_forward_pre_hook(_Begin(weakref.ref(self)))
 
     def remove(self) -> None:
@@ -156,7 +176,7 @@ class FactorLayers:
 
     def watching(self) -> bool:
         """As :meth:`commlib.factors.tap.Owner.watching`."""
-        return self.watch and self._armed
+        return self._watch and self._armed
 
     def sighted(self, name: str, rows: int) -> None:
         """As :meth:`commlib.factors.tap.Owner.sighted`."""

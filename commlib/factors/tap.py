@@ -41,7 +41,7 @@ class Tap:
 
     Args:
         name: the layer's.
-        module: a plain ``nn.Linear``; it becomes tapped, and what is copied or pickled of it is plain again.
+        module: a plain ``nn.Linear``; tapped by :meth:`put`, and what is copied or pickled of it is plain again.
         owner: is asked, and told.
         traced: whether ``torch.compile`` gets to see a plain layer.
     """
@@ -54,16 +54,23 @@ class Tap:
         self._calls = 0
         self._hidden = False  # called without grad while training: a checkpoint, which calls again later
         self._zero = torch.zeros((), device=module.weight.device)
-        parameters: list[Any] = list(module.parameters())
+        self._hooks: list[Any] = []
+
+    def put(self) -> None:
+        """Make the layer tapped; more than once does no harm."""
+        if "_tap" in vars(self.module):
+            return
+        parameters: list[Any] = list(self.module.parameters())
         self._hooks = [p.register_hook(self._watch) for p in parameters]
-        vars(module)["_tap"] = self
-        swapped: Any = module
+        vars(self.module)["_tap"] = self
+        swapped: Any = self.module
         swapped.__class__ = _Tapped
 
     def remove(self) -> None:
-        """Make the layer plain again."""
+        """Make the layer plain again; more than once does no harm."""
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
         tapped: Any = self.module
         if "_tap" in vars(tapped):
             del vars(tapped)["_tap"]

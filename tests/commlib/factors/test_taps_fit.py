@@ -1,0 +1,68 @@
+"""Layers are tapped while their rows are needed, and plain otherwise."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from commlib.exchange.item import World
+from commlib.factors.tap import Tap
+from fleet import Fleet
+from toy import Trainer
+
+
+class Nobody:
+    """An owner whose factors are never on."""
+
+    def on(self, name: str) -> bool:
+        return False
+
+    def watching(self) -> bool:
+        return False
+
+    def sighted(self, name: str, rows: int) -> None: ...
+
+    def syncing(self) -> bool:
+        return True
+
+    def complete(self, name: str) -> None: ...
+
+
+def test_a_tap_can_be_put_and_removed_again_and_again() -> None:
+    layer = nn.Linear(3, 2)
+    tap = Tap("l", layer, Nobody())
+    for _ in range(3):
+        assert type(layer) is nn.Linear
+        tap.put()
+        tap.put()
+        assert type(layer) is not nn.Linear
+        assert [len(p._backward_hooks or ()) for p in layer.parameters()] == [1, 1]
+        tap.remove()
+        tap.remove()
+        assert [len(p._backward_hooks or ()) for p in layer.parameters()] == [0, 0]
+
+
+def kinds(world: World, rule: str) -> tuple[int, int, bool]:
+    """Tapped layers when attached, and when settled; whether any layer goes by rows then."""
+    trainer = Trainer(world, rule)
+    linear = [m for m in trainer.ddp.modules() if isinstance(m, nn.Linear)]
+    first = sum(type(m) is not nn.Linear for m in linear)
+    for _ in range(60):
+        trainer.train(5)
+        if trainer.comm.settled:
+            break
+    trainer.train(40)
+    rows = sum(p.route.by_rows and p.spec.kind == "linear.weight" for p in trainer.comm.plan)
+    tapped = sum(type(m) is not nn.Linear for m in linear)
+    trainer.close()
+    return first, tapped, tapped == rows
+
+
+def test_layers_that_are_left_dense_are_plain_once_nobody_watches(fleet: Fleet) -> None:
+    for first, _, fits in fleet.run(2, kinds, "auto"):
+        assert first > 0  # the manager wants to see their rows
+        assert fits
+    for first, tapped, _ in fleet.run(2, kinds, "none"):
+        assert first == tapped == 0
+    for first, tapped, fits in fleet.run(2, kinds, "factors"):
+        assert first == tapped > 0
+        assert fits

@@ -152,7 +152,7 @@ def test_routes_with_nothing_but_memory_of_the_layers_shape_go_between_nodes(spe
 @pytest.mark.parametrize(
     ("route", "said"),
     [
-        (Route("low_rank", make("powersgd")), "dense, gather, scatter_gather, factors do"),
+        (Route("low_rank", make("powersgd")), "dense, gather, scatter_gather, factors, owners do"),
         (Route("gather", make("powersgd")), "its basis cannot be shared out by rows"),
     ],
 )

@@ -280,7 +280,7 @@ class HookState:
         spec, codec, meter = self._specs[name], route.codec, self._meters[name]
         if spec.dtype != grad.dtype:  # DDP's mixed precision reduces in another dtype
             spec = dataclasses.replace(spec, dtype=grad.dtype)
-        meter.dense += 2 * (self.world.size - 1) / self.world.size * spec.nbytes
+        meter.would_send(spec.nbytes, self.world.size)
         part = share(self._plan.layers[name].route, spec, self.world, self._levels)
         owner = Memory({}, {})
         stripe = route.carrier().owned(codec, part.spec, part.world)

@@ -61,7 +61,7 @@ class PlainBucket:
     def rounds(self, buffer: Tensor, world: World) -> Rounds:
         """As :func:`commlib.exchange.dense.rounds` of its items."""
         for meter, nbytes in self.payers:
-            meter.dense += 2 * (world.size - 1) / world.size * nbytes
+            meter.would_send(nbytes, world.size)
         yield from dense.whole(self.payers, world, buffer)
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from commlib.factors.sending import HEADER
+from commlib.factors.shares import Shares
 from commlib.link import Link
-
-_HEADER = 16  # bytes before a rank's rows: commlib.factors.trip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,16 +78,17 @@ def factors(
         payload: bytes of a rank's rows, if they are compressed.
         before_s: seconds to compress them.
     """
-    sent = (link.world - 1) * (_HEADER + (rows * (n + m) * itemsize if payload is None else payload))
+    sent = (link.world - 1) * (HEADER + (rows * (n + m) * itemsize if payload is None else payload))
     flags = link.all_reduce.alpha  # whether the rows are all there is: a word, once for a bucket
     wire = link.all_gather.seconds(sent)
     return Way(route, sent, wire, flags, before_s, after_s=rebuild_s, saved_s=local_s, early=True)
 
 
 def owners_sent(n: int, m: int, rows: int, world: int, itemsize: int = 4) -> tuple[int, int]:
-    """Bytes of rows and of blocks that a rank sends at most: blocks as long as the longest (commlib.factors.shares)."""
-    small, block = min(n, m), -(-max(n, m) // world)
-    return (world - 1) * (_HEADER + rows * (small + block) * itemsize), (world - 1) * small * block * itemsize
+    """Bytes of rows and of blocks that a rank sends at most: all blocks as long as the longest."""
+    shares = Shares(n, m, world)
+    values = rows * (min(n, m) + shares.longest)
+    return (world - 1) * (HEADER + values * itemsize), (world - 1) * shares.largest * itemsize
 
 
 def owners(n: int, m: int, rows: int, link: Link, *, local_s: float, itemsize: int = 4) -> Way:

@@ -40,9 +40,14 @@ class Shares:
         return _block(self.n, self.size, rank)
 
     @property
+    def longest(self) -> int:
+        """Length of the longest block."""
+        return -(-max(self.n, self.m) // self.size)
+
+    @property
     def largest(self) -> int:
         """Values of the largest block."""
-        return -(-max(self.n, self.m) // self.size) * min(self.n, self.m)
+        return self.longest * min(self.n, self.m)
 
 
 def _block(length: int, size: int, rank: int) -> slice:

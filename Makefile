@@ -14,11 +14,14 @@ SHELL := /bin/bash
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
 
+# Tests at a time. Many start four processes of their own. WORKERS=0 runs them in pytest's own process, as for --pdb.
+WORKERS ?= 2
+
 demo: $(READY)  ## train a small network on two processes: uncompressed, and with three codecs
 	$(BIN)/commlib train --task digits --ranks 2 --comm none --comm onebit --comm topk:ratio=0.01 --comm powersgd:rank=4
 
 test: $(READY)  ## all tests, with what ARGS adds: make test ARGS="-k onebit"
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(READY) types  ## ruff check, ruff format --check, mypy --strict
 	$(BIN)/ruff check .
@@ -55,7 +58,7 @@ wheel-test: $(READY)  ## build the wheel and run the fast tests against it, away
 		stray = [str(p) for p in found if Path(sys.prefix) not in p.parents]; \
 		sys.exit(f"not from the wheel: {stray}" if stray else None)' && \
 		../venv/bin/commlib doctor && \
-		../venv/bin/python -m pytest -m "not slow and not checkout" --hypothesis-profile=few $(ARGS)
+		../venv/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not checkout" --hypothesis-profile=few $(ARGS)
 
 clean:  ## remove what was built, and the caches; .venv stays
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -65,7 +68,7 @@ clean:  ## remove what was built, and the caches; .venv stays
 types:
 	@rm -rf build/typed && mkdir -p build/typed/commlib
 	@cd build/typed/commlib && ln -s ../../../commlib/* ../../../compressors ../../../transports ../../../bench .
-	@ln -s ../../tests/fleet.py ../../tests/strategies.py ../../tests/toy.py build/typed
+	@ln -s ../../tests/fleet.py ../../tests/strategies.py ../../tests/toy.py ../../tests/turns.py build/typed
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \

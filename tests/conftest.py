@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,10 +18,10 @@ from hypothesis import settings
 
 from commlib.bench.lab import Lab, unavailable
 from fleet import PIDS, Fleet
+from turns import turn
 
 _PATIENCE = 5.0  # seconds that what a test started may take to go away by itself
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # Python keeps them until it exits
-_LISTENING = "0A"  # state in /proc/net/tcp
 
 # A test that starts processes shares two cores with them: a deadline would measure the machine.
 settings.register_profile("local", deadline=None)
@@ -33,6 +34,12 @@ torch.set_num_threads(1)
 # A shell that starts the tests in the background has them, and all they start, ignore Ctrl-C; some tests send one.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of pytest-timeout's: to wait is not to run
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    with turn(alone=item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -112,31 +119,17 @@ def threads() -> dict[object, str]:
 
 
 def listeners() -> dict[object, str]:
-    """Inode → address of every listening TCP or Unix socket that this process has open."""
-    ours = set()
-    for fd in Path("/proc/self/fd").glob("*"):
-        try:
-            target = os.readlink(fd)
-        except OSError:
-            continue  # closed meanwhile, as the descriptor of this very listing is
-        if target.startswith("socket:["):
-            ours.add(target[len("socket:[") : -1])
+    """Inode → address of every socket that this process has open and that listens."""
     found: dict[object, str] = {}
-    for table in ("tcp", "tcp6"):
-        for line in _lines(f"/proc/net/{table}"):
-            fields = line.split()
-            if fields[3] == _LISTENING and fields[9] in ours:
-                found[fields[9]] = f"{table} port {int(fields[1].rpartition(':')[2], 16)}"
-    for line in _lines("/proc/net/unix"):
-        fields = line.split()
-        accepts = int(fields[3], 16) & 0x10000  # __SO_ACCEPTCON
-        if accepts and fields[6] in ours:
-            found[fields[6]] = f"unix {fields[7] if len(fields) > 7 else 'unnamed'}"
+    for path in Path("/proc/self/fd").glob("*"):
+        with contextlib.suppress(OSError):  # closed meanwhile, as the descriptor of this very listing is
+            if (name := os.readlink(path)).startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(path.name))) as s:
+                    if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        found[name] = _address(s)
     return found
 
 
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text(errors="replace").splitlines()[1:]
-    except OSError:
-        return []  # not Linux, or no IPv6
+def _address(s: socket.socket) -> str:
+    address = s.getsockname()
+    return f"unix {address or 'unnamed'}" if s.family == socket.AF_UNIX else f"tcp port {address[1]}"

@@ -77,3 +77,9 @@ def test_every_entry_point_of_this_distribution_loads(group: str) -> None:
         except (ImportError, AttributeError) as e:
             broken[ep.name] = str(e)
     assert not broken
+
+
+def test_to_import_commlib_does_not_load_torchs_compiler() -> None:
+    """It takes a second; whoever compiles, or wraps a model in DDP, loads it himself."""
+    loaded = "import sys, commlib; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", loaded], check=False).returncode == 0

@@ -7,6 +7,8 @@ DDP's bucket becomes ready as always, and the exchange writes the mean gradient 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
@@ -55,6 +57,7 @@ class Tap:
         self._hidden = False  # called without grad while training: a checkpoint, which calls again later
         self._zero = torch.zeros((), device=module.weight.device)
         self._hooks: list[Any] = []
+        self.untraced = _untraced()
 
     def put(self) -> None:
         """Make the layer tapped; more than once does no harm."""
@@ -82,7 +85,6 @@ class Tap:
         self._calls, self._hidden = 0, False
         return rows
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # rows are caught by Python, in the backward pass
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output."""
         weight, bias = self.module.weight, self.module.bias
@@ -141,6 +143,16 @@ class Tap:
             self.foreign = True
 
 
+@functools.cache
+def _untraced() -> Callable[[Tap, Tensor], Tensor]:
+    """:meth:`Tap.forward` for code that ``torch.compile`` sees: rows are caught by Python, in the backward pass.
+
+    Made with the first tap: it loads torch._dynamo, a second that who imports commlib need not wait. (DDP loads it.)
+    """
+    untraced: Callable[[Tap, Tensor], Tensor] = torch.compiler.disable(Tap.forward)  # type: ignore[no-untyped-call]
+    return untraced
+
+
 class _Linear(torch.autograd.Function):
     """``functional.linear`` whose backward pass hands the rows to a tap."""
 
@@ -186,8 +198,7 @@ class _Tapped(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if torch.compiler.is_compiling() and self._tap.traced:
             return functional.linear(input, self.weight, self.bias)
-        y: Tensor = self._tap.forward(input)
-        return y
+        return self._tap.untraced(self._tap, input)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _new_linear, (), {k: v for k, v in vars(self).items() if k != "_tap"}

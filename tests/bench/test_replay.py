@@ -76,6 +76,7 @@ def test_gradients_differ_from_parameter_to_parameter_and_by_seed() -> None:
     assert 0.9 < model.gradient("a").std() < 1.1
 
 
+@pytest.mark.alone
 def test_the_backward_pass_takes_its_time_and_leaves_the_core_alone() -> None:
     model = Replay([(f"{i}.weight", (100, 100)) for i in range(200)], backward_s=0.5)  # 2.5 ms each
     loss = model()
@@ -86,6 +87,7 @@ def test_the_backward_pass_takes_its_time_and_leaves_the_core_alone() -> None:
     assert busy < 0.25
 
 
+@pytest.mark.alone
 def test_sleeps_too_short_for_the_system_add_up() -> None:
     model = Replay([(f"{i}.weight", (10,)) for i in range(1000)], backward_s=0.05)  # 50 µs each
     start = time.perf_counter()

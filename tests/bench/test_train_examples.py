@@ -39,6 +39,7 @@ def test_own_codec() -> None:
     assert float(re.findall(r"sent (\S+) times fewer", out)[0]) > 3.5
 
 
+@pytest.mark.alone
 def test_a_limited_job_keeps_its_limit_beside_a_neighbour() -> None:
     out = run("shared_link.py", "--limit", "20mbit", "--seconds", "2")
     found = re.findall(r"rank \d: \d+ steps in (\S+) s, job (\S+) Mbit/s, neighbour (\S+) Mbit/s", out)

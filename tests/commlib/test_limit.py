@@ -216,6 +216,7 @@ def _timed(original: Any, held: list[float]) -> Any:
     return call
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["none", "none@scatter_gather", "fp16@gather", "factors"])
 def test_at_the_sockets_no_window_has_more_than_the_limit_allows(fleet: Fleet, rule: str):
@@ -231,6 +232,7 @@ def test_at_the_sockets_no_window_has_more_than_the_limit_allows(fleet: Fleet, r
             assert sent <= limit.bytes_s * window + limit.at_once + heads
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["none", "factors"])
 def test_the_backward_pass_waits_for_no_turn(fleet: Fleet, rule: str):

@@ -61,6 +61,7 @@ def at_interface(visit: Visit) -> list[str]:
     return []
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_the_interface_counts_what_the_exchange_says_for_every_exchange_and_codec(no_lab: str | None) -> None:
     if no_lab is not None:
@@ -85,6 +86,7 @@ def test_the_interface_counts_what_the_exchange_says_for_every_exchange_and_code
     assert 1 + HEADERS / 1448 < baseline.interfaces.sent_bytes / sent < 1 + 2 * HEADERS / 1448 + 0.02
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_two_ranks_on_a_host_send_each_other_nothing_over_its_interface(no_lab: str | None) -> None:
     if no_lab is not None:

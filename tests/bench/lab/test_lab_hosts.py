@@ -16,6 +16,7 @@ from commlib.bench.lab.keeper import NEEDED
 from commlib.bench.lab.wiring import cores
 
 MakeLab = Callable[..., Lab]
+pytestmark = pytest.mark.alone
 
 RECEIVE = """
 import socket, sys, time
@@ -61,6 +62,13 @@ def stream(lab: Lab, sender: int, receiver: int, size: int) -> float:
     return size * 8e-6 / float(seconds)
 
 
+def resent(lab: Lab, host: int) -> int:
+    """TCP segments that a host has sent again."""
+    out = subprocess.run([*lab.enter(host), "cat", "/proc/net/snmp"], capture_output=True, text=True, check=True).stdout
+    names, counts = (line.split()[1:] for line in out.splitlines() if line.startswith("Tcp:"))
+    return int(dict(zip(names, counts, strict=True))["RetransSegs"])
+
+
 @pytest.mark.parametrize("rate", [20e6, 100e6])
 def test_a_stream_gets_the_rate_less_its_headers(lab: MakeLab, rate: float) -> None:
     hosts = lab(2, rate)
@@ -89,7 +97,10 @@ def test_the_counters_are_what_was_sent_and_the_headers(lab: MakeLab) -> None:
     before = hosts.counters()
     stream(hosts, 0, 1, 2_000_000)
     sent, received, idle = (b - a for a, b in zip(before, hosts.counters(), strict=True))
-    assert sent.sent_bytes - 66 * sent.sent_packets == pytest.approx(2_000_000, abs=200)  # SYN and ARP are others
+    # A busy sender's TCP may send a segment again. SYN and ARP have other headers.
+    again = 1448 * resent(hosts, 0)
+    assert -200 < sent.sent_bytes - 66 * sent.sent_packets - 2_000_000 < 200 + again
+    assert again < 100_000
     assert received.received_bytes == sent.sent_bytes
     assert sent.received_bytes < 0.1 * sent.sent_bytes  # acknowledgements
     assert idle.sent_bytes == 0

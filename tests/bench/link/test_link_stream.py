@@ -105,6 +105,7 @@ def test_a_stream_lasts_some_time(seconds: float) -> None:
         measure_line(seconds)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_the_line_of_a_lab_is_its_rate(lab: object) -> None:
     made: Lab = lab(2, 200e6, ranks_per_host=2)  # type: ignore[operator]

@@ -63,6 +63,7 @@ def test_quick_prints_a_table_and_what_it_means(tmp_path: Path) -> None:
     assert all(r["status"] == "ok" and r["loss_ok"] for r in record.rows)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_on_slow_hosts_compression_wins_and_json_says_so(lab: Callable[..., Any]) -> None:
     lab(2)  # skips where there can be none

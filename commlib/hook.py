@@ -203,15 +203,15 @@ class HookState:
             self._shadow = not at_end_of_backward(self._finish)
         buffer, parameters = bucket.buffer(), bucket.parameters()
         plain = self._plain.get(bucket.index())
-        if plain is not None and plain.fits(self._plan, parameters, buffer.dtype) and self._store.empty:
-            names, rounds = plain.names, plain.rounds(buffer, self.world)
-        else:
-            names = [name_of(p, self._names) for p in parameters]
-            rounds = self._sorted(bucket, names)
+        if plain is not None and not (self._store.empty and plain.fits(self._plan, parameters, buffer.dtype)):
+            plain = None
+        names = [name_of(p, self._names) for p in parameters] if plain is None else plain.names
+        rounds = self._sorted(bucket, names) if plain is None else plain.rounds(buffer, self.world)
         if self._manager is not None:
             self._manager.bucket(names)
         label = f"bucket {bucket.index()} ({names[0]} … {names[-1]}) of step {self._steps.count}"
-        future = self._sequencer.submit(label, self._checked(rounds, buffer), buffer)
+        single = plain is not None and not self._watched
+        future = self._sequencer.submit(label, self._checked(rounds, buffer), buffer, single=single)
         self._steps.submitted(future, last=bucket.is_last())
         if bucket.is_last() and self._factors is not None:
             self._factors.end_step()

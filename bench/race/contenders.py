@@ -62,13 +62,15 @@ def _power_sgd(group: Any, rank: int = 4) -> tuple[object, Any]:
 
 
 _HOOKS: Mapping[str, Callable[[Any], tuple[object, Any]]] = {
+    "torch-allreduce": lambda group: (group, default_hooks.allreduce_hook),  # what a hook costs that does as DDP does
     "torch-fp16": lambda group: (group, default_hooks.fp16_compress_hook),
     "torch-bf16": lambda group: (group, default_hooks.bf16_compress_hook),
     "torch-int8": lambda group: (group, quantization_hooks.quantization_pertensor_hook),
     "torch-powersgd": _power_sgd,
     "torch-powersgd:rank=2": functools.partial(_power_sgd, rank=2),
 }
-_BY_NAME = {"torch-powersgd:rank=2"}  # races only if it is asked for
+_EXACT = {"torch-allreduce"}
+_BY_NAME = {"torch-allreduce", "torch-powersgd:rank=2"}  # race only if they are asked for
 
 
 def choose(
@@ -95,7 +97,7 @@ def choose(
     twice = {c for c in comm if list(comm).count(c) > 1}
     if twice:
         raise ValueError(f"--comm {sorted(twice)[0]!r} is given twice")
-    pytorch = [Contender(BASELINE, "pytorch", True), *(Contender(n, "pytorch", False) for n in _HOOKS)]
+    pytorch = [Contender(BASELINE, "pytorch", True), *(Contender(n, "pytorch", n in _EXACT) for n in _HOOKS)]
     ours = [Contender(c, "commlib", _exact(c, world_size), limit, hierarchy) for c in comm or COMMLIB]
     known = {c.name: c for c in [*pytorch, *ours]}
     for name in only:

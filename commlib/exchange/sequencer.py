@@ -10,7 +10,10 @@ rank to rank, and collectives that do not match hang or corrupt. So:
 * A lane blocks on nothing but the works of the round before, which are already issued on this rank and, on
   each other rank, are issued by a thread that waits for this rank only in *earlier* rounds. So there is no cycle.
 
-Nothing waits in a callback, and the autograd thread waits for nothing.
+Nothing waits in a callback, and the autograd thread waits for nothing. A bucket that is one collective, with nothing to
+compute after it, ends in the backend's own callback, without a lane: whoever waits for it is woken at once, not by a
+thread that had to be woken first (where cores are busy, each costs a time slice). Its one round was issued like any
+other, so nothing changes in what groups see.
 
 With a hierarchy a round's collectives are of other ranks (``Scope``), and a lane has one process group for each scope
 it may meet: a node's ranks, counterparts, and all ranks for what goes flat beside them. Both arguments still hold:
@@ -83,11 +86,19 @@ class Sequencer:
         self._failing = threading.Lock()
         self._sent = [dict.fromkeys(g, 0.0) for g in self._groups]  # bytes by lane: each is written by one thread only
 
-    def submit(self, label: str, rounds: Rounds, result: Tensor) -> torch.futures.Future[Tensor]:
+    def submit(
+        self, label: str, rounds: Rounds, result: Tensor, *, single: bool = False
+    ) -> torch.futures.Future[Tensor]:
         """Starts an exchange; returns at once (on a blocking backend) with a future of ``result``.
 
         Must be called in the same order on every rank. An error, on this rank or met while waiting for the
         others, is the future's.
+
+        Args:
+            label: of the bucket, for errors.
+            rounds: the exchange.
+            result: what it fills.
+            single: it is one collective, with nothing to compute after it.
         """
         cuda = result.device.type == "cuda"
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[result.device] if cuda else [])
@@ -104,7 +115,11 @@ class Sequencer:
                 self._finish_round(trip)
                 self._advance(trip, 0)
         if trip.works:
-            self._queues[0].put(trip)
+            work, collective, start = trip.works[0]
+            if single and hasattr(work, "get_future"):  # a valve's has none
+                work.get_future().add_done_callback(lambda done: self._ended(trip, done, collective, start))
+            else:
+                self._queues[0].put(trip)
         return future
 
     def give_up(self, error: BaseException) -> BaseException:
@@ -172,10 +187,18 @@ class Sequencer:
             except Exception as e:
                 self._fail(trip, e)
                 return
-            seconds = time.perf_counter() - start
-            total = sum(n for _, n in collective.payers) or 1
-            for meter, n in collective.payers:
-                meter.add_wire(seconds * n / total)
+            _add_wire(collective, start)
+
+    def _ended(self, trip: _Trip, done: Any, collective: Collective, start: float) -> None:
+        """In the backend's thread: the only collective is through. (Its work has not ended: no waiting for that.)"""
+        try:
+            done.value()
+        except Exception:
+            self._queues[0].put(trip)  # to ask who is lost takes time: for a lane
+            return
+        _add_wire(collective, start)
+        trip.works = []
+        trip.future.set_result(trip.result)
 
     def _advance(self, trip: _Trip, lane: int) -> None:
         """Computes up to the trip's next round and issues it, or ends the trip."""
@@ -230,6 +253,14 @@ class Sequencer:
         stream = torch.cuda.stream(self._stream(device)) if device.type == "cuda" else contextlib.nullcontext()
         with stream, torch.no_grad():
             yield
+
+
+def _add_wire(collective: Collective, start: float) -> None:
+    """A collective that was issued at ``start`` is through."""
+    seconds = time.perf_counter() - start
+    total = sum(n for _, n in collective.payers) or 1
+    for meter, n in collective.payers:
+        meter.add_wire(seconds * n / total)
 
 
 def _set_error(trip: _Trip, error: BaseException) -> None:

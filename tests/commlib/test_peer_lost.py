@@ -59,6 +59,7 @@ SCENES = {
     "killed, powersgd, limited": Scene("powersgd:rank=2", limit=SLOW),
     "killed, factors, limited": Scene("factors", limit=SLOW),
     "stopped, onebit@scatter_gather": Scene("onebit@scatter_gather", stop=True, seconds=3, deadline=20),
+    "stopped, none": Scene("none", stop=True, seconds=3, deadline=20),
 }
 
 

@@ -114,3 +114,31 @@ def test_what_was_held_back_is_drained_from_plain_buckets_too(fleet: Fleet) -> N
         assert nothing
         assert once == BUCKETS
         assert later == 2 * once  # one more step to forget it
+
+
+def waited_for(world: World) -> tuple[list[str], float, float]:
+    """Buckets of known plain steps that a lane waited for; seconds and bytes of these steps."""
+    ddp = DistributedDataParallel(model(), bucket_cap_mb=0.005)
+    comm = commlib.attach(ddp, "none", min_size=0)
+    train(ddp, world, range(3))
+    lanes: list[str] = []
+    finish = comm._sequencer._finish_round
+
+    def noted(trip: Any) -> None:
+        lanes.append(trip.label)
+        finish(trip)
+
+    vars(comm._sequencer)["_finish_round"] = noted
+    before = comm.stats()
+    train(ddp, world, range(3, 6))
+    after = comm.stats()
+    comm.close()
+    return lanes, after.seconds["wire"] - before.seconds["wire"], after.wire_bytes - before.wire_bytes
+
+
+def test_a_plain_bucket_ends_without_a_lane_and_is_counted_all_the_same(fleet: Fleet) -> None:
+    values = sum(p.numel() for p in model().parameters())
+    for lanes, seconds, nbytes in fleet.run(2, waited_for):
+        assert lanes == []
+        assert seconds > 0
+        assert nbytes == 3 * 4 * values  # between two ranks, 2(P − 1)/P is one

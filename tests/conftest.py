@@ -17,6 +17,7 @@ import torch
 from hypothesis import settings
 
 from commlib.bench.lab import Lab, unavailable
+from commlib.cli import main
 from fleet import PIDS, Fleet
 from turns import turn
 
@@ -72,6 +73,22 @@ def lab(no_lab: str | None) -> Iterator[Callable[..., Lab]]:
         pytest.skip(no_lab)
     with contextlib.ExitStack() as stack:
         yield lambda *args, **options: stack.enter_context(Lab(*args, **options))
+
+
+@pytest.fixture
+def call(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """``call("train", "--steps", "3")``: exit code, stdout and stderr of ``commlib train --steps 3`` in this process.
+
+    Its ranks have their own.
+    """
+
+    def calling(*args: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as exit_:
+            main(args)
+        out, err = capfd.readouterr()
+        return int(exit_.value.code or 0), out, err
+
+    return calling
 
 
 @pytest.fixture(autouse=True)

@@ -72,8 +72,9 @@ def train(
     """Would compression help here? Trains with every route in turn and compares it with plain DDP.
 
     The routes: ddp (DDP's own all-reduce), torch-fp16, torch-bf16, torch-int8 and torch-powersgd (the hooks PyTorch
-    comes with), and commlib's. Every route is visited once a round with the same weights and the same examples, in
-    turn, so that a machine that slows down slows all of them. A step's time is that of the slowest rank.
+    comes with; torch-allreduce and torch-powersgd:rank=2 too, by --only), and commlib's. Every route is visited once a
+    round with the same weights and the same examples, in turn, so that a machine that slows down slows all of them. A
+    step's time is that of the slowest rank.
 
     vs_ddp: DDP's step over the route's, the median of the rounds' ratios; above 1 is faster than DDP. spread: of the
     steps, (q75 − q25)/median. socket_bytes: what rank 0's TCP sockets sent a step; times_fewer: DDP's over it.

@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,11 @@ from commlib.bench.train.rank import Progress
 from commlib.bench.train.rank import main as rank_main
 from commlib.bench.train.settings import Settings
 from commlib.bench.train.tasks import BadInput
-from commlib.cli import main
 
 pytestmark = pytest.mark.slow
 
 
-def call(capfd: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of ``commlib train`` in this process (its ranks have their own)."""
-    with pytest.raises(SystemExit) as exit_:
-        main(["train", *args])
-    out, err = capfd.readouterr()
-    return int(exit_.value.code or 0), out, err
+Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.mark.parametrize(
@@ -43,24 +38,24 @@ def call(capfd: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
         (["--task", "text", "--data", "/nowhere/at.all"], "/nowhere/at.all: no such file"),
     ],
 )
-def test_bad_flags_are_one_line_and_exit_2(capfd: pytest.CaptureFixture[str], args: list[str], said: str) -> None:
-    code, out, err = call(capfd, *args)
+def test_bad_flags_are_one_line_and_exit_2(call: Call, args: list[str], said: str) -> None:
+    code, out, err = call("train", *args)
     assert (code, out) == (2, "")
     assert said in err
     assert err.count("\n") == 1
     assert err.startswith("error: ")
 
 
-def test_what_only_a_rank_can_see_is_one_line_too(capfd: pytest.CaptureFixture[str]) -> None:
-    code, out, err = call(capfd, "--batch", "5000")
+def test_what_only_a_rank_can_see_is_one_line_too(call: Call) -> None:
+    code, out, err = call("train", "--batch", "5000")
     assert (code, out) == (2, "")
     assert err == ("error: 1437 examples do not fill one step of 2 ranks × --batch 5000: lower --batch or --ranks\n")
 
 
 def test_a_limit_and_a_hierarchy_on_one_node_are_in_the_json_which_says_why_it_is_flat(
-    capfd: pytest.CaptureFixture[str],
+    call: Call,
 ) -> None:
-    code, out, err = call(capfd, "--json", "--steps", "3", "--comm", "none", "--limit", "200mbit", "--hierarchy")
+    code, out, err = call("train", "--json", "--steps", "3", "--comm", "none", "--limit", "200mbit", "--hierarchy")
     assert code == 0, err
     report = json.loads(out)
     assert (report["limit"], report["hierarchy"]) == ("200mbit", True)
@@ -89,8 +84,8 @@ def test_an_environment_that_makes_no_nodes_is_bad_input_and_says_what_does() ->
 
 
 @pytest.mark.slow
-def test_json_of_codecs_and_seeds(capfd: pytest.CaptureFixture[str]) -> None:
-    code, out, err = call(capfd, "--json", "--seeds", "2", "--steps", "60", "--comm", "none", "--comm", "onebit")
+def test_json_of_codecs_and_seeds(call: Call) -> None:
+    code, out, err = call("train", "--json", "--seeds", "2", "--steps", "60", "--comm", "none", "--comm", "onebit")
     assert code == 0, err
     report = json.loads(out)
     assert {k: report[k] for k in ("task", "ranks", "backend", "device", "steps", "batch_per_rank")} == {

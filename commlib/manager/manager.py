@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -158,8 +159,10 @@ class Manager:
                 self._rows[name] = max(count, self._rows.get(name, 0))
         measured: dict[str, Any] = {"wire": (self._wire() - self._wire_before) / self.decision.steps}
         if self.decision.probe:
+            began = time.perf_counter()
             measured["link"] = self._probe.link()
             measured["products"] = self._products()
+            measured["probe_s"] = time.perf_counter() - began
             measured["codecs"] = self._codecs = self._codecs or self._costs()  # they do not depend on the link
         terms = self._factors.terms()
         return Figures.of(steps, arithmetic="; ".join(terms.values()), **measured)

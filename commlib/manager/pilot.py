@@ -69,6 +69,7 @@ class Pilot:
         self._now = Decision()
         self._looked_again = False
         self._earned = math.inf  # seconds of training since a probe that found nothing
+        self._probe_s = 0.0  # seconds that the last probe took, products and all
 
     def first(self) -> Decision:
         """Before any review; the same on every rank."""
@@ -82,6 +83,8 @@ class Pilot:
         """
         if f.link is not None and self._now.phase != "steady":
             self._link = f.link
+        if f.link is not None:
+            self._probe_s = f.probe_s
         self._products |= f.products
         self._codecs |= f.codecs
         if f.steps == 0:  # they broke off, or no forward pass went through DDP
@@ -135,7 +138,7 @@ class Pilot:
         wire = min(f.wire, ref.wire) > 0 and max(f.wire, ref.wire) > _WIRE_SHARE * f.span
         drifted = slower or (wire and not 1 / _WIRE_DRIFT < f.wire / ref.wire < _WIRE_DRIFT)
         sure = not 1 / _SURE < f.span / ref.span < _SURE
-        earned = self._link is not None and _probe_s(self._link) < _PROBE_SHARE * self._earned
+        earned = self._probe_s < _PROBE_SHARE * self._earned
         if sure or (drifted and earned):
             self._reference = f  # if it is not the link, this is what steps are like now
             return dataclasses.replace(
@@ -287,9 +290,3 @@ _Key = tuple[tuple[str, str], ...]
 
 def _key(plan: Mapping[str, str]) -> _Key:
     return tuple(plan.items())
-
-
-def _probe_s(link: Link) -> float:
-    """Seconds that :mod:`commlib.manager.probe` takes, about."""
-    lines = (link.all_reduce, link.all_gather)
-    return sum(8 * x.seconds(1 << 20) + 3 * min(x.seconds(8 << 20), 0.3) for x in lines)

@@ -104,6 +104,7 @@ class Figures:
         products: linear layer → seconds of the product of its own rows, and of all ranks'; where measured.
         codecs: compressed route → what it costs to compute; where measured.
         link: if measured.
+        probe_s: seconds that it took to measure link and products, if they were.
         arithmetic: what must be alike where ranks multiply the same rows.
     """
 
@@ -119,6 +120,7 @@ class Figures:
     products: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     codecs: Mapping[str, Cost] = dataclasses.field(default_factory=dict)
     link: Link | None = None
+    probe_s: float = 0.0
     arithmetic: str = ""
 
     @classmethod
@@ -168,6 +170,7 @@ def slowest(ranks: Sequence[Figures]) -> Figures:
         products=_products([f.products for f in had]),
         codecs={r: codecs.slowest([f.codecs[r] for f in ranks if r in f.codecs]) for r in ranks[0].codecs},
         link=_worst(links) if links else None,
+        probe_s=max(f.probe_s for f in ranks),
         arithmetic=had[0].arithmetic if len({f.arithmetic for f in ranks}) == 1 else "",
     )
 

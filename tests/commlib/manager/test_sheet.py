@@ -31,6 +31,7 @@ FIGURES = st.lists(st.tuples(NUMBERS, st.lists(NAMES, max_size=3).map(tuple)), m
         seen=st.dictionaries(NAMES, NUMBERS, max_size=3),
         rows=st.dictionaries(NAMES, st.integers(0, 1 << 40), max_size=3),
         wire=NUMBERS,
+        probe_s=NUMBERS,
         products=st.dictionaries(NAMES, st.tuples(NUMBERS, NUMBERS), max_size=3),
         link=st.none() | LINKS,
         arithmetic=st.text(max_size=8),
@@ -157,11 +158,11 @@ def test_a_decision_comes_through_the_store_as_it_was_its_routes_in_order(decisi
 
 def test_the_slowest_rank_has_the_most_of_everything() -> None:
     other = Link(3, Line(0.1, 5e-8), Line(0.9, 1e-8))
-    a = figures(wire=0.3, link=LINK, products={"fc": (1.0, 2.0)})
-    b = figures(steps=3, span=6.0, rest=0.5, ready=(1.0, 3.5), end=4.5, link=other)
+    a = figures(wire=0.3, link=LINK, probe_s=2.0, products={"fc": (1.0, 2.0)})
+    b = figures(steps=3, span=6.0, rest=0.5, ready=(1.0, 3.5), end=4.5, link=other, probe_s=1.0)
     more = {"rows": {"fc": 9, "head": 2}, "products": {"fc": (2.0, 3.0), "head": (0.5, 0.5)}}
     b = dataclasses.replace(b, seen={"fc": 2.0, "head": 1.0}, **more)  # type: ignore[arg-type]
-    most = dataclasses.replace(b, rest=1.0, ready=(2.0, 3.5), seen={"fc": 2.5, "head": 1.0}, wire=0.3)
+    most = dataclasses.replace(b, rest=1.0, ready=(2.0, 3.5), seen={"fc": 2.5, "head": 1.0}, wire=0.3, probe_s=2.0)
     most = dataclasses.replace(most, link=Link(3, Line(0.5, 5e-8), Line(0.9, 2e-8)))
     assert slowest([a, b]) == slowest([b, a]) == most
 

@@ -22,7 +22,6 @@ print("waits", flush=True)
 with turns.turn(alone=sys.argv[3] == "alone"):
     print("in", flush=True)
     sys.stdin.readline()
-print("out", flush=True)
 """
 
 

@@ -153,7 +153,7 @@ def owed(states: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def through_delays(make: Callable[[], Trainer], steps: int) -> tuple[bool, bool, int]:
-    """Trains twice, the second time with a random sleep before every round of every bucket, the hook's too.
+    """Trains twice, the second time with random sleeps before every round of every bucket, the hook's too, and its end.
 
     Returns:
         Whether the weights are the same as without sleeps; whether they are the same on every rank; how often it slept.
@@ -163,21 +163,26 @@ def through_delays(make: Callable[[], Trainer], steps: int) -> tuple[bool, bool,
     calm.close()
     dice, naps = random.Random(calm.world.rank), 0
     patched: Any = sequencer.Sequencer
-    original = patched._advance
+    originals = {name: getattr(patched, name) for name in ("_advance", "_ended")}
 
-    def late(self: Any, trip: Any, lane: int) -> None:
-        nonlocal naps
-        naps += 1
-        time.sleep(dice.random() * 0.004)
-        original(self, trip, lane)
+    def late(original: Any) -> Any:
+        def call(*args: Any) -> None:
+            nonlocal naps
+            naps += 1
+            time.sleep(dice.random() * 0.004)
+            original(*args)
 
-    patched._advance = late
+        return call
+
+    for name, original in originals.items():
+        setattr(patched, name, late(original))
     try:
         hasty = make()
         hasty.train(steps)
         hasty.close()
     finally:
-        patched._advance = original
+        for name, original in originals.items():
+            setattr(patched, name, original)
     return torch.equal(calm.weights(), hasty.weights()), same_everywhere(calm.world, hasty.weights()), naps
 
 

@@ -51,7 +51,8 @@ def main(settings: Settings) -> dict[str, Any]:
         raise BadInput("--limit is kept on the host, for gradients on the CPU: add --device cpu, or leave it out")
     task = load_task(settings.task, settings.data, settings.hidden).to(device)
     dist.init_process_group(backend)
-    dist.barrier()  # all are connected before one can fail: or Gloo would have its say between our lines
+    if backend == "gloo":
+        dist.barrier()  # all are connected before one can fail: or Gloo would have its say between our lines
     results, parameters, batch, steps = [], 0, 0, 0
     for comm in settings.comms:
         for seed in settings.seeds:

@@ -11,9 +11,10 @@ rank to rank, and collectives that do not match hang or corrupt. So:
   each other rank, are issued by a thread that waits for this rank only in *earlier* rounds. So there is no cycle.
 
 Nothing waits in a callback, and the autograd thread waits for nothing. A bucket that is one collective, with nothing to
-compute after it, ends in the backend's own callback, without a lane: whoever waits for it is woken at once, not by a
-thread that had to be woken first (where cores are busy, each costs a time slice). Its one round was issued like any
-other, so nothing changes in what groups see.
+compute after it, ends in the backend's own callback, without a lane: whoever waits for it is woken by one thread, not
+by one that had to be woken first. Its one round was issued like any other, so nothing changes in what groups see.
+Times go to the meters of its own layers, and a layer is in one bucket under way at a time: no other thread writes them
+then. On CUDA it goes by a lane, whose ``wait`` makes streams wait for what Gloo copies back; a callback would not.
 
 With a hierarchy a round's collectives are of other ranks (``Scope``), and a lane has one process group for each scope
 it may meet: a node's ranks, counterparts, and all ranks for what goes flat beside them. Both arguments still hold:
@@ -116,7 +117,7 @@ class Sequencer:
                 self._advance(trip, 0)
         if trip.works:
             work, collective, start = trip.works[0]
-            if single and hasattr(work, "get_future"):  # a valve's has none
+            if single and not cuda and hasattr(work, "get_future"):  # a valve's has none
                 work.get_future().add_done_callback(lambda done: self._ended(trip, done, collective, start))
             else:
                 self._queues[0].put(trip)
@@ -193,8 +194,8 @@ class Sequencer:
         """In the backend's thread: the only collective is through. (Its work has not ended: no waiting for that.)"""
         try:
             done.value()
-        except Exception:
-            self._queues[0].put(trip)  # to ask who is lost takes time: for a lane
+        except Exception as e:  # to ask who is lost takes time, which a callback has not; lanes may be closed
+            threading.Thread(target=self._fail, args=(trip, e), name="commlib-roll-call", daemon=True).start()
             return
         _add_wire(collective, start)
         trip.works = []

@@ -69,7 +69,7 @@ class Pilot:
         self._now = Decision()
         self._looked_again = False
         self._earned = math.inf  # seconds of training since a probe that found nothing
-        self._probe_s = 0.0  # seconds that the last probe took, products and all
+        self._probe_s = math.inf  # seconds that the last probe took, products and all
 
     def first(self) -> Decision:
         """Before any review; the same on every rank."""

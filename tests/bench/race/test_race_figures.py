@@ -141,6 +141,10 @@ def test_the_baseline_comes_first_and_always() -> None:
     assert [c.name for c in choose(("topk:ratio=0.1@gather",), ("topk:ratio=0.1@gather",), 4)][1:] == [
         "topk:ratio=0.1@gather"
     ]
+    assert [(c.name, c.exact) for c in choose((), ("torch-allreduce",), 4)] == [
+        ("ddp", True),
+        ("torch-allreduce", True),
+    ]
     assert len(choose((), (), 2, quick=True)) == 6
     assert [c.name for c in choose(("int8",), (), 2, quick=True)][-1] == "int8"
 

@@ -8,8 +8,9 @@
                  │               dense again  ── it lost ──▶ trial of the better half, or dense             │
                  └── nothing is worth changing ──▶ steady            trial of another plan ◀── the link ────┘
 
-A plan that is predicted to win by much is believed when its first steps show it. One that wins by little must do so in
-the median of three rounds, dense and planned in turn: so it is never kept if it is slower than DDP.
+A plan that takes half of the time is believed when its first steps show it, one that wins clearly when it does so again
+after further dense steps (those before may have been the first of all, which take longer). One that wins by little must
+do so in the median of three rounds, dense and planned in turn: so it is never kept if it is slower than DDP.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from commlib.manager.sheet import Figures
 from commlib.overlap import Pass
 from commlib.words import mbit, ms, some
 
-_CLEAR = 0.9  # of the dense step's time: faster than that needs no second round
+_FIRST = 0.5  # of the dense step's time: faster than that is believed at once, though a job's first steps are slow
+_CLEAR = 0.9  # the same where dense steps were made between two trials: faster than that needs no further round
 _WON = 0.98
 _ROUNDS = 3
 _REFINEMENTS = 2
@@ -37,7 +39,8 @@ _SURE = 1.4  # so much is no chance
 _WIRE_DRIFT = 1.4  # the same of the time on the wire, which varies more
 _WIRE_SHARE = 0.05  # of a step, below which nobody looks at it
 _OTHER_LINK = 1.2
-_PROBE_SHARE = 0.01  # of the time since, for a probe after one that found nothing
+_PROBE_SHARE = 0.01  # of the time since, for a probe after one that changed nothing
+_SURE_SHARE = 0.1  # the same where steps have become so much longer or shorter that it is no chance
 
 
 def _samples(span: float, seconds: float, least: int, most: int) -> int:
@@ -68,7 +71,7 @@ class Pilot:
         self._reference: Figures | None = None  # what steady steps have been like
         self._now = Decision()
         self._looked_again = False
-        self._earned = math.inf  # seconds of training since a probe that found nothing
+        self._earned = math.inf  # seconds of training since a probe that changed nothing
         self._probe_s = math.inf  # seconds that the last probe took, products and all
 
     def first(self) -> Decision:
@@ -102,7 +105,7 @@ class Pilot:
         if more > f.steps and not self._looked_again:
             self._looked_again = True
             return Decision(steps=more, skip=0, probe=False)
-        return self._plan("", f)
+        return self._plan("", None)  # they may have been the first of all: nothing to hold later ones against
 
     def _tried(self, f: Figures) -> Decision:
         assert self._dense is not None
@@ -111,7 +114,7 @@ class Pilot:
         better = self._refine(f)
         if better is not None:
             return better
-        if self._ratios[-1] < _CLEAR:
+        if self._ratios[-1] < (_CLEAR if len(self._ratios) > 1 else _FIRST):
             return self._settle(f"the plan takes {ms(f.span)} a step, dense took {ms(self._dense.span)}", f)
         if len(self._ratios) < _ROUNDS and statistics.median(self._ratios) < 1.1:
             n = _samples(self._dense.span, 1.0, 2, 20)
@@ -122,6 +125,9 @@ class Pilot:
         return self._retreat(ratio, f)
 
     def _dense_again(self, f: Figures) -> Decision:
+        assert self._dense is not None
+        if len(self._ratios) == 1:  # what came before it may have been the first steps of all, which take longer
+            self._ratios[0] *= self._dense.span / f.span
         self._measured_dense(f)
         return self._try("")
 
@@ -138,8 +144,7 @@ class Pilot:
         wire = min(f.wire, ref.wire) > 0 and max(f.wire, ref.wire) > _WIRE_SHARE * f.span
         drifted = slower or (wire and not 1 / _WIRE_DRIFT < f.wire / ref.wire < _WIRE_DRIFT)
         sure = not 1 / _SURE < f.span / ref.span < _SURE
-        earned = self._probe_s < _PROBE_SHARE * self._earned
-        if sure or (drifted and earned):
+        if drifted and self._probe_s < (_SURE_SHARE if sure else _PROBE_SHARE) * self._earned:
             self._reference = f  # if it is not the link, this is what steps are like now
             return dataclasses.replace(
                 now,
@@ -183,8 +188,11 @@ class Pilot:
 
     # -- what they decide --
 
-    def _plan(self, said: str, f: Figures) -> Decision:
-        """Choose for what is known, and try it unless it is what is done already; ``f`` is what steps are like now."""
+    def _plan(self, said: str, f: Figures | None) -> Decision:
+        """Choose for what is known, and try it unless it is what is done already.
+
+        ``f``: what steps are like now, if that is known.
+        """
         assert self._dense is not None
         if self._link is None:
             return self._settle("nothing was measured", f)
@@ -195,6 +203,7 @@ class Pilot:
         what = f"{len(changed)} layers by other routes than dense" if changed else "all layers dense"
         said = "; ".join(filter(None, [said, f"{what} ({predicted})"]))
         if not changed or changed == dict(self._now.routes):
+            self._earned = 0.0
             return self._settle(said, f if changed == dict(self._now.routes) else None)
         return self._try(said)
 

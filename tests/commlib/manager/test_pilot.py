@@ -224,6 +224,51 @@ def test_on_a_machine_whose_steps_vary_probes_take_a_hundredth_of_the_time(probe
     assert (probes - 1) * probe_s < 0.011 * seconds, (probes, cluster.steps - started)
 
 
+class Unsteady(Cluster):
+    """The same link, with every measurement another, and on the wire other times in every review."""
+
+    @property
+    def link(self) -> Link:
+        return Link.ring(P, self.gbit_s * self.random.choice([0.5, 1, 2]), 2e-4)
+
+    def figures(self) -> Figures:
+        f = super().figures()
+        return dataclasses.replace(f, wire=f.span * self.random.choice([0.1, 0.3]))
+
+
+@pytest.mark.parametrize("noise", [0.15, 0.5])
+def test_a_fast_link_on_which_every_measurement_is_another_is_not_measured_over_and_over(noise: float) -> None:
+    """By steps that vary somewhat a hundredth of the time is spent, by steps that vary by half a tenth."""
+    cluster = Unsteady([(512, 512)] * 4, 32, 500.0, 40e9, noise=noise, probe_s=0.4)
+    assert not cluster.settle().routes
+    seconds, probes = 0.0, 0
+    for _ in range(400):
+        before = cluster.steps
+        probes += cluster.review().probe
+        seconds += (cluster.steps - before) * cluster.span(cluster.decision)
+    assert 1 < probes
+    assert probes * cluster.probe_s < (0.012 if noise < 0.2 else 0.11) * seconds
+
+
+class Cold(Cluster):
+    """Its first steps take longer, whatever their routes."""
+
+    cold, extra = 6, 1.6
+
+    def figures(self) -> Figures:
+        f = super().figures()
+        return dataclasses.replace(f, span=f.span * (self.extra if self.steps <= self.cold else 1))
+
+
+@pytest.mark.parametrize("rebuild", [1.0, 2.0, 4.0, 8.0])
+@pytest.mark.parametrize("gbit_s", [1.0, 3.0, 5.0, 7.0])
+def test_a_plan_is_not_held_against_the_first_steps_of_all(gbit_s: float, rebuild: float) -> None:
+    """By them a plan that is a third slower than dense would have won."""
+    cluster = Cold([(4096, 9216), (4096, 4096), (1000, 4096)], 32, gbit_s, 40e9, rebuild=rebuild)
+    d = cluster.settle()
+    assert cluster.span(d) <= cluster.span()
+
+
 def test_steps_that_take_longer_on_the_same_link_make_it_look_whether_the_plan_still_wins() -> None:
     cluster = fc(5.0)
     cluster.settle()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import threading
+import queue
 from collections.abc import Callable
 from typing import Any
 
@@ -22,12 +21,12 @@ def at_end_of_backward(call: Callable[[], None]) -> bool:
 
 def wait(future: torch.futures.Future[Tensor], meanwhile: Callable[[], None], every: float = 1.0) -> None:
     """Until it is done, raising its error; calls ``meanwhile`` every so many seconds."""
-    done = threading.Event()
-    future.add_done_callback(functools.partial(_signal, done))
-    while not done.wait(timeout=every):  # a slow link, or a rank that is gone
-        meanwhile()
+    done: queue.SimpleQueue[Any] = queue.SimpleQueue()  # all of it is C, as a callback's first steps should be
+    future.add_done_callback(done.put)
+    while True:
+        try:
+            done.get(timeout=every)
+            break
+        except queue.Empty:  # a slow link, or a rank that is gone
+            meanwhile()
     future.wait()
-
-
-def _signal(done: threading.Event, future: Any) -> None:
-    done.set()

@@ -30,7 +30,7 @@ from commlib.manager.probe import Probe
 from commlib.memory import MemoryStore
 from commlib.model import inside, name_of, trained_parameters
 from commlib.pace import RateLimit
-from commlib.plain import PlainBucket
+from commlib.plain import PlainBuckets
 from commlib.policy import Exact, Policy
 from commlib.route import Plan, Route, Rules
 from commlib.setup import Setup, check_numbers
@@ -115,7 +115,7 @@ class HookState:
         self._meters = {s.name: Meter(s.device) for s in setup.specs}
         self._store = MemoryStore()
         self._steps = Steps(self._store)
-        self._plain: dict[int, PlainBucket | None] = {}  # bucket → what of it is alike in every step
+        self._plain = PlainBuckets()
         self._watched = setup.remembers() or dense_steps > 0
         self._lost_key = f"{self._key}/lost"
         self._throttle = Throttle(limit, limited(lanes) + (self._factors is not None))
@@ -201,17 +201,17 @@ class HookState:
             self._steps.begin()
             self._store.rescale(self._scale.now())
             self._shadow = not at_end_of_backward(self._finish)
-        buffer, parameters = bucket.buffer(), bucket.parameters()
-        plain = self._plain.get(bucket.index())
-        if plain is not None and not (self._store.empty and plain.fits(self._plan, parameters, buffer.dtype)):
-            plain = None
-        names = [name_of(p, self._names) for p in parameters] if plain is None else plain.names
-        rounds = self._sorted(bucket, names) if plain is None else plain.rounds(buffer, self.world)
+        buffer = bucket.buffer()
+        plain = self._plain.find(bucket, self._plan) if self._store.empty else None
+        names = [name_of(p, self._names) for p in bucket.parameters()] if plain is None else plain.names
         if self._manager is not None:
             self._manager.bucket(names)
         label = f"bucket {bucket.index()} ({names[0]} … {names[-1]}) of step {self._steps.count}"
-        single = plain is not None and not self._watched
-        future = self._sequencer.submit(label, self._checked(rounds, buffer), buffer, single=single)
+        if plain is not None and not self._watched:
+            future = self._sequencer.single(label, plain.mean(buffer, self.world), buffer)
+        else:
+            rounds = self._sorted(bucket, names) if plain is None else plain.rounds(buffer, self.world)
+            future = self._sequencer.submit(label, self._checked(rounds, buffer), buffer)
         self._steps.submitted(future, last=bucket.is_last())
         if bucket.is_last() and self._factors is not None:
             self._factors.end_step()
@@ -250,7 +250,7 @@ class HookState:
         if self._levels is not None:
             return two_levels(routes, self._plan, self.world, self._levels)
         if list(routes) == ["dense"]:
-            self._plain[bucket.index()] = PlainBucket.of(self._plan, bucket.parameters(), names, routes["dense"])
+            self._plain.note(bucket, self._plan, routes["dense"])
         whole = bucket.buffer() if len(routes) == 1 else None
         return lockstep([EXCHANGES[name].rounds(items, self.world, whole) for name, items in routes.items()])
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from commlib.collective import Payers, Rounds
+from commlib.collective import AllReduce, Payers, Rounds
 from commlib.compressor import Compressor
 from commlib.exchange import dense
 from commlib.exchange.item import Item, World
 from commlib.route import Plan, Route
+from commlib.stats import Meter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +30,7 @@ class PlainBucket:
         parameters: their ``id``s, in order.
         dtype: of the gradients.
         names: of the parameters.
-        payers: whose bytes it carries.
+        payers: the meter of this bucket, of which its layers have shares.
     """
 
     plan: Plan
@@ -37,32 +39,59 @@ class PlainBucket:
     names: list[str]
     payers: Payers
 
-    @classmethod
-    def of(
-        cls, plan: Plan, parameters: Sequence[Tensor], names: list[str], items: Sequence[Item]
-    ) -> PlainBucket | None:
-        """This bucket, if it is one, and will be while the plan is in force.
-
-        Args:
-            plan: in force, without a hierarchy.
-            parameters: DDP's.
-            names: of theirs.
-            items: as they are exchanged in this step.
-        """
-        if any(item.memory.old for item in items) or not all(_stays_plain(plan.layers[n].route) for n in names):
-            return None
-        payers = dense.plain_payers(items)
-        return cls(plan, [id(p) for p in parameters], items[0].grad.dtype, names, payers)
-
     def fits(self, plan: Plan, parameters: Sequence[Tensor], dtype: torch.dtype) -> bool:
         """Whether it is still what DDP hands out: it fills its buckets anew after the first step."""
         return plan is self.plan and dtype == self.dtype and [id(p) for p in parameters] == self.parameters
 
+    def mean(self, buffer: Tensor, world: World) -> AllReduce:
+        """As :func:`commlib.exchange.dense.rounds` of its items: the one collective that they are."""
+        ((meter, nbytes),) = self.payers
+        meter.would_send(nbytes, world.size)
+        return dense.mean(buffer, world, self.payers)
+
     def rounds(self, buffer: Tensor, world: World) -> Rounds:
-        """As :func:`commlib.exchange.dense.rounds` of its items."""
-        for meter, nbytes in self.payers:
-            meter.would_send(nbytes, world.size)
-        yield from dense.whole(self.payers, world, buffer)
+        """The same as an exchange."""
+        yield [self.mean(buffer, world)]
+
+
+class PlainBuckets:
+    """Those that are known, by DDP's index. A bucket keeps its meter for good, through whatever plans."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, PlainBucket] = {}
+        self._meters: dict[tuple[str, ...], Meter] = {}
+
+    def find(self, bucket: Any, plan: Plan) -> PlainBucket | None:
+        """What is known of a bucket of DDP's, if it still is what it was."""
+        plain = self._known.get(bucket.index())
+        if plain is None or not plain.fits(plan, bucket.parameters(), bucket.buffer().dtype):
+            return None
+        return plain
+
+    def note(self, bucket: Any, plan: Plan, items: Sequence[Item]) -> None:
+        """Keep this bucket, if it is plain and will be while the plan is in force.
+
+        Args:
+            bucket: DDP's.
+            plan: in force, without a hierarchy.
+            items: the bucket's, as they are exchanged in this step.
+        """
+        self._known.pop(bucket.index(), None)
+        names = [item.spec.name for item in items]
+        if any(item.memory.old for item in items) or not all(_stays_plain(plan.layers[n].route) for n in names):
+            return
+        payers = [(self._meter(items), sum(item.spec.nbytes for item in items))]
+        parameters = [id(p) for p in bucket.parameters()]
+        self._known[bucket.index()] = PlainBucket(plan, parameters, bucket.buffer().dtype, names, payers)
+
+    def _meter(self, items: Sequence[Item]) -> Meter:
+        key = tuple(item.spec.name for item in items)
+        if key not in self._meters:
+            whole = self._meters[key] = Meter(items[0].spec.device)
+            values = sum(item.spec.numel for item in items)
+            for item in items:
+                item.meter.has_share(whole, item.spec.numel / values)
+        return self._meters[key]
 
 
 def _stays_plain(route: Route) -> bool:

@@ -76,20 +76,21 @@ class Stats:
         layers = {}
         for name, (route, numel) in routes.items():
             meter = meters[name]
-            layers[name] = LayerStats(route, numel, round(meter.wire), round(meter.dense), meter.seconds())
+            layers[name] = LayerStats(route, numel, round(meter.sent()), round(meter.dense()), meter.seconds())
         seconds = {phase: sum(layer.seconds[phase] for layer in layers.values()) for phase in PHASES}
-        dense = round(sum(m.dense for m in meters.values()))
+        dense = round(sum(m.dense() for m in meters.values()))
         inter = None if inter_bytes is None else round(inter_bytes)
         return cls(steps, skipped, round(wire_bytes), dense, seconds, layers, inter)
 
 
 class Meter:
-    """Counts for one layer. On CUDA the phases are timed by events, read only when asked for."""
+    """Counts for one layer, or for a bucket of which layers have shares. On CUDA the phases are timed by events, read
+    only when asked for."""
 
     def __init__(self, device: torch.device) -> None:
-        self.wire = 0.0
-        self.dense = 0.0
+        self._sent = self._dense = 0.0
         self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._shares: list[tuple[Meter, float]] = []
         self._cuda = device.type == "cuda"
         self._events: list[tuple[str, Any, Any]] = []
 
@@ -111,16 +112,33 @@ class Meter:
 
     def would_send(self, nbytes: int, world: int) -> None:
         """Counts what plain DDP would send of a gradient of so many bytes: a ring all-reduce among ``world`` ranks."""
-        self.dense += 2 * (world - 1) / world * nbytes
+        self._dense += 2 * (world - 1) / world * nbytes
+
+    def add_sent(self, nbytes: float) -> None:
+        """Counts bytes that this rank sends."""
+        self._sent += nbytes
 
     def add_wire(self, seconds: float) -> None:
         """Adds time spent on the wire."""
         self._seconds["wire"] += seconds
 
+    def has_share(self, whole: Meter, share: float) -> None:
+        """This one counts such a part (of 1) of whatever another counts, too: one count for many layers."""
+        self._shares.append((whole, share))
+
+    def sent(self) -> float:
+        """Bytes that this rank has sent."""
+        return self._sent + sum(share * whole.sent() for whole, share in self._shares)
+
+    def dense(self) -> float:
+        """Bytes that plain DDP would have sent."""
+        return self._dense + sum(share * whole.dense() for whole, share in self._shares)
+
     def seconds(self) -> dict[str, float]:
         """Seconds by phase; on CUDA waits for the work that was timed."""
         self._drain(wait=True)
-        return dict(self._seconds)
+        shares = [(whole.seconds(), share) for whole, share in self._shares]
+        return {phase: own + sum(share * of[phase] for of, share in shares) for phase, own in self._seconds.items()}
 
     def _drain(self, *, wait: bool) -> None:
         while self._events and (wait or self._events[0][2].query()):

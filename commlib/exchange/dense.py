@@ -38,7 +38,7 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
     bucket is uncompressed (``buffer``: it is then reduced in place, without a copy).
     """
     if buffer is not None and all(item.codec.lossless and not item.memory.old for item in items):
-        yield from whole(plain_payers(items), world, buffer)
+        yield [mean(buffer, world, payers(items, [item.spec.nbytes for item in items]))]
         return
     by_dtype: dict[torch.dtype, list[Item]] = {}
     for item in items:
@@ -65,13 +65,7 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
                 item.finish(out)
 
 
-def whole(payers: Payers, world: World, buffer: Tensor) -> Rounds:
-    """A bucket that is plain altogether becomes its mean."""
-    with payers[0][0].phase("compress"):
-        buffer.mul_(1 / world.size)  # DDP's own operation: a division rounds differently
-    yield [AllReduce(buffer, payers)]
-
-
-def plain_payers(items: Sequence[Item]) -> Payers:
-    """Shares of the collective of such a bucket."""
-    return payers(items, [item.spec.nbytes for item in items])
+def mean(buffer: Tensor, world: World, payers: Payers) -> AllReduce:
+    """What makes a bucket that is plain altogether its mean; its values are scaled here and now."""
+    buffer.mul_(1 / world.size)  # DDP's own operation: a division rounds differently
+    return AllReduce(buffer, payers)

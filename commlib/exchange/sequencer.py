@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import queue
 import threading
 import time
@@ -47,7 +48,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commlib.collective import Collective, Rounds, Scope, scope_of
+from commlib.collective import Collective, Scope, scope_of
 
 
 @dataclasses.dataclass
@@ -55,7 +56,7 @@ class _Trip:
     """One bucket under way."""
 
     label: str
-    rounds: Rounds
+    rounds: Iterator[list[Collective]]
     result: Tensor
     future: torch.futures.Future[Tensor]
     works: list[tuple[Any, Collective, float]] = dataclasses.field(default_factory=list)
@@ -87,9 +88,7 @@ class Sequencer:
         self._failing = threading.Lock()
         self._sent = [dict.fromkeys(g, 0.0) for g in self._groups]  # bytes by lane: each is written by one thread only
 
-    def submit(
-        self, label: str, rounds: Rounds, result: Tensor, *, single: bool = False
-    ) -> torch.futures.Future[Tensor]:
+    def submit(self, label: str, rounds: Iterator[list[Collective]], result: Tensor) -> torch.futures.Future[Tensor]:
         """Starts an exchange; returns at once (on a blocking backend) with a future of ``result``.
 
         Must be called in the same order on every rank. An error, on this rank or met while waiting for the
@@ -99,7 +98,6 @@ class Sequencer:
             label: of the bucket, for errors.
             rounds: the exchange.
             result: what it fills.
-            single: it is one collective, with nothing to compute after it.
         """
         cuda = result.device.type == "cuda"
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[result.device] if cuda else [])
@@ -108,20 +106,30 @@ class Sequencer:
             stream = self._stream(result.device)
             stream.wait_stream(torch.cuda.current_stream(result.device))
             result.record_stream(stream)
-        if not self._inline and not self._threads:
-            self._start()
+        self._start()
         with self._on_stream(result.device):
             self._advance(trip, 0)
             while self._inline and trip.works:
                 self._finish_round(trip)
                 self._advance(trip, 0)
         if trip.works:
-            work, collective, start = trip.works[0]
-            if single and not cuda and hasattr(work, "get_future"):  # a valve's has none
-                work.get_future().add_done_callback(lambda done: self._ended(trip, done, collective, start))
-            else:
-                self._queues[0].put(trip)
+            self._queues[0].put(trip)
         return future
+
+    def single(self, label: str, collective: Collective, result: Tensor) -> torch.futures.Future[Tensor]:
+        """Like :meth:`submit`, of a bucket that is one collective of all ranks, with nothing to compute after it."""
+        if self._inline or result.device.type == "cuda" or self._failed is not None:
+            return self.submit(label, iter([[collective]]), result)
+        trip = _Trip(label, iter(()), result, torch.futures.Future())
+        self._issue(trip, [collective], 0)
+        if trip.works:
+            work = trip.works[0][0]
+            if hasattr(work, "get_future"):
+                work.get_future().add_done_callback(functools.partial(self._ended, trip))
+            else:  # a valve's
+                self._start()
+                self._queues[0].put(trip)
+        return trip.future
 
     def give_up(self, error: BaseException) -> BaseException:
         """Nothing more is issued. Returns what every later bucket fails with: ``error``, or one that came before."""
@@ -160,6 +168,8 @@ class Sequencer:
     # -- lanes ----------------------------------------------------------------------------------
 
     def _start(self) -> None:
+        if self._inline or self._threads:
+            return
         self._queues = [queue.SimpleQueue() for _ in self._groups]
         self._threads = [
             threading.Thread(target=self._lane, args=(i, self._queues), name=f"commlib-lane-{i}", daemon=True)
@@ -190,15 +200,15 @@ class Sequencer:
                 return
             _add_wire(collective, start)
 
-    def _ended(self, trip: _Trip, done: Any, collective: Collective, start: float) -> None:
-        """In the backend's thread: the only collective is through. (Its work has not ended: no waiting for that.)"""
+    def _ended(self, trip: _Trip, done: Any) -> None:
+        """In the backend's thread: its only collective is through. (The work has not ended: no waiting for that.)"""
         try:
             done.value()
         except Exception as e:  # to ask who is lost takes time, which a callback has not; lanes may be closed
             threading.Thread(target=self._fail, args=(trip, e), name="commlib-roll-call", daemon=True).start()
             return
-        _add_wire(collective, start)
-        trip.works = []
+        works, trip.works = trip.works, []
+        _add_wire(*works[0][1:])
         trip.future.set_result(trip.result)
 
     def _advance(self, trip: _Trip, lane: int) -> None:
@@ -217,7 +227,11 @@ class Sequencer:
             self._failed = e
             _set_error(trip, e)
             return
-        groups = self._groups[0 if self._inline else lane]
+        self._issue(trip, batch, 0 if self._inline else lane)
+
+    def _issue(self, trip: _Trip, batch: Sequence[Collective], lane: int) -> None:
+        """Starts a round's collectives."""
+        groups = self._groups[lane]
         try:
             trip.works = [(c.issue(groups[scope_of(c)]), c, time.perf_counter()) for c in batch]
         except Exception as e:
@@ -232,7 +246,7 @@ class Sequencer:
         self._sent[lane][scope] += sent
         total = sum(n for _, n in c.payers) or 1
         for meter, n in c.payers:
-            meter.wire += sent * n / total
+            meter.add_sent(sent * n / total)
 
     def _fail(self, trip: _Trip, error: BaseException) -> None:
         """After one failure the ranks are out of step for good: every later bucket fails with the same error."""

@@ -38,6 +38,11 @@ class Decision:
     phase: str = "watch"
     said: str = ""
 
+    def plans_as(self, other: Decision) -> bool:
+        """Whether both say the same of the plan, whatever they say of when and how to look at it."""
+        mine, others = ((d.routes, d.rows, d.why, d.predicted, d.step_s, d.phase) for d in (self, other))
+        return mine == others
+
     def to_wire(self) -> dict[str, Any]:
         """Plain values."""
         return dataclasses.asdict(self)

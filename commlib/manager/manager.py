@@ -87,7 +87,7 @@ class Manager:
         """Everything of this step has come through. At a review, waits for all ranks.
 
         Returns:
-            Whether there is a new decision.
+            Whether the decision is another one.
 
         Raises:
             PeerLost: a rank did not come to the review.
@@ -97,9 +97,10 @@ class Manager:
         self._left -= 1
         if self._left > 0:
             return False
+        before = self.decision
         self._take(Decision.from_wire(self._board.review(self._figures().to_wire(), self._decide)))
         self._sheet.resume()
-        return True
+        return not self.decision.plans_as(before)
 
     @property
     def settled(self) -> bool:

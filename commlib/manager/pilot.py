@@ -8,9 +8,9 @@
                  │               dense again  ── it lost ──▶ trial of the better half, or dense             │
                  └── nothing is worth changing ──▶ steady            trial of another plan ◀── the link ────┘
 
-A plan that takes half of the time is believed when its first steps show it, one that wins clearly when it does so again
-after further dense steps (those before may have been the first of all, which take longer). One that wins by little must
-do so in the median of three rounds, dense and planned in turn: so it is never kept if it is slower than DDP.
+A plan that takes little over half of the time is believed at once, one that wins clearly when it does so after further
+dense steps (those before may have been the first of all, which take longer). One that wins by little must do so in the
+median of three rounds, dense and planned in turn: so it is never kept if it is slower than DDP.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from commlib.manager.sheet import Figures
 from commlib.overlap import Pass
 from commlib.words import mbit, ms, some
 
-_FIRST = 0.5  # of the dense step's time: faster than that is believed at once, though a job's first steps are slow
+_FIRST = 0.6  # of the dense step's time: faster than that is believed at once, though a job's first steps are slow
 _CLEAR = 0.9  # the same where dense steps were made between two trials: faster than that needs no further round
 _WON = 0.98
 _ROUNDS = 3
 _REFINEMENTS = 2
 _DRIFT = 1.2  # steps this much longer or shorter are a reason to look at the link
-_SURE = 1.4  # so much is no chance
+_SURE = 1.4  # so much is no chance, if it is so again in the next few steps
+_AGAIN = 5  # so many
 _WIRE_DRIFT = 1.4  # the same of the time on the wire, which varies more
 _WIRE_SHARE = 0.05  # of a step, below which nobody looks at it
 _OTHER_LINK = 1.2
 _PROBE_SHARE = 0.01  # of the time since, for a probe after one that changed nothing
-_SURE_SHARE = 0.1  # the same where steps have become so much longer or shorter that it is no chance
 
 
 def _samples(span: float, seconds: float, least: int, most: int) -> int:
@@ -71,6 +71,7 @@ class Pilot:
         self._reference: Figures | None = None  # what steady steps have been like
         self._now = Decision()
         self._looked_again = False
+        self._suspected = False  # the last review has found steps to be others for sure
         self._earned = math.inf  # seconds of training since a probe that changed nothing
         self._probe_s = math.inf  # seconds that the last probe took, products and all
 
@@ -132,27 +133,25 @@ class Pilot:
         return self._try("")
 
     def _steady(self, f: Figures) -> Decision:
-        now = dataclasses.replace(self._now, said="", probe=False, skip=0)
+        now = dataclasses.replace(self._now, said="", probe=False, skip=0, steps=_samples(f.span, 2.0, 10, 30))
         if f.link is not None:
             return self._probed(f, f.link)
         self._earned += f.steps * (f.span + f.rest)
         ref = self._reference
         if ref is None:
             self._reference = f
-            return dataclasses.replace(now, steps=_samples(f.span, 2.0, 10, 30))
+            return now
         slower = not 1 / _DRIFT < f.span / ref.span < _DRIFT
         wire = min(f.wire, ref.wire) > 0 and max(f.wire, ref.wire) > _WIRE_SHARE * f.span
         drifted = slower or (wire and not 1 / _WIRE_DRIFT < f.wire / ref.wire < _WIRE_DRIFT)
         sure = not 1 / _SURE < f.span / ref.span < _SURE
-        if drifted and self._probe_s < (_SURE_SHARE if sure else _PROBE_SHARE) * self._earned:
+        suspected, self._suspected = self._suspected, sure
+        if drifted and ((sure and suspected) or self._probe_s < _PROBE_SHARE * self._earned):
+            self._suspected = False
             self._reference = f  # if it is not the link, this is what steps are like now
-            return dataclasses.replace(
-                now,
-                probe=True,
-                steps=1,
-                said=f"steps take {ms(f.span)} instead of {ms(ref.span)}: measuring the link",
-            )
-        return now
+            said = f"steps take {ms(f.span)} instead of {ms(ref.span)}: measuring the link"
+            return dataclasses.replace(now, probe=True, steps=1, said=said)
+        return dataclasses.replace(now, steps=_AGAIN) if sure else now
 
     def _probed(self, f: Figures, link: Link) -> Decision:
         assert self._link is not None

@@ -39,7 +39,7 @@ def test_collectives_are_counted_and_computing_takes_time(rule: str, gathers: in
 
 def test_more_payloads_take_longer_to_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     """By far: sixteen times as many. What other processes do on these cores meanwhile does not count."""
-    monkeypatch.setattr(codecs.time, "perf_counter", time.process_time)
+    monkeypatch.setattr(time, "perf_counter", time.process_time)
     route = resolve("int8@gather", 2)
     few, many = (measure(route, World(0, size), CPU).after.seconds(1 << 21) for size in (2, 32))
     assert many > 2 * few

@@ -56,9 +56,9 @@ def test_when_the_rate_is_halved_and_doubled_the_plan_follows_within_fifty_steps
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     command = [sys.executable, "-m", "commlib", "bench", "lab", "--hosts", "3", "--rate", "60mbit"]
-    events = ["--at", "16:30mbit", "--at", "34:60mbit"]
+    events = ["--at", "19:30mbit", "--at", "37:60mbit"]
     done = subprocess.run(
-        [*command, *events, "--", sys.executable, str(script), "115"],
+        [*command, *events, "--", sys.executable, str(script), "130"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -238,7 +238,7 @@ class Unsteady(Cluster):
 
 @pytest.mark.parametrize("noise", [0.15, 0.5])
 def test_a_fast_link_on_which_every_measurement_is_another_is_not_measured_over_and_over(noise: float) -> None:
-    """By steps that vary somewhat a hundredth of the time is spent, by steps that vary by half a tenth."""
+    """A hundredth of the time goes there; more where steps vary by a half, so that reviews in a row mislead."""
     cluster = Unsteady([(512, 512)] * 4, 32, 500.0, 40e9, noise=noise, probe_s=0.4)
     assert not cluster.settle().routes
     seconds, probes = 0.0, 0
@@ -247,7 +247,7 @@ def test_a_fast_link_on_which_every_measurement_is_another_is_not_measured_over_
         probes += cluster.review().probe
         seconds += (cluster.steps - before) * cluster.span(cluster.decision)
     assert probes > 1
-    assert probes * cluster.probe_s < (0.012 if noise < 0.2 else 0.11) * seconds
+    assert probes * cluster.probe_s < (0.012 if noise < 0.2 else 0.04) * seconds
 
 
 class Cold(Cluster):

@@ -250,7 +250,7 @@ class Pilot:
 
     def _try(self, said: str) -> Decision:
         assert self._choice is not None
-        n = _samples(self._choice.seconds, 1.0, 2, 20)
+        n = _samples(self._choice.seconds, 1.0, 3, 20)  # of three one may be slow
         return dataclasses.replace(self._say(self._choice), phase="trial", steps=n + 1, watch=True, said=said)
 
     def _retreat(self, ratio: float, f: Figures) -> Decision:

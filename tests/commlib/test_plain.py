@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -142,3 +143,27 @@ def test_a_plain_bucket_ends_without_a_lane_and_is_counted_all_the_same(fleet: F
         assert lanes == []
         assert seconds > 0
         assert nbytes == 3 * 4 * values  # between two ranks, 2(P − 1)/P is one
+
+
+def replanned(world: World) -> tuple[list[int], int, float, float]:
+    """Under ten plans that say the same: shares of each layer's meter in buckets' ones, and what was counted."""
+    ddp = DistributedDataParallel(model(), bucket_cap_mb=0.005)
+    comm = commlib.attach(ddp, "none", min_size=0)
+    watch = Watch(comm)
+    for step in range(20):
+        if step % 2 == 0:
+            comm._plan = dataclasses.replace(comm._plan)
+        train(ddp, world, range(step, step + 1))
+    stats = comm.stats()
+    comm.close()
+    shares = [len(meter._shares) for meter in comm._meters.values()]
+    return shares, watch.sorted, stats.wire_bytes, sum(layer.wire_bytes for layer in stats.layers.values())
+
+
+def test_plans_come_and_go_but_a_bucket_keeps_its_meter_and_every_byte_is_counted(fleet: Fleet) -> None:
+    values = sum(p.numel() for p in model().parameters())
+    for shares, sorted_, total, of_layers in fleet.run(2, replanned):
+        assert max(shares) <= 2  # of the bucket in DDP's first step, and of that in all others
+        assert sorted_ >= 10 * BUCKETS
+        assert total == 20 * 4 * values
+        assert of_layers == pytest.approx(total, abs=len(shares))

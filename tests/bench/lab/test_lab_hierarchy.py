@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "two_levels.py"
-LAYERS = 8
+LAYERS = 4
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.checkout, pytest.mark.timeout(240)]
 
 

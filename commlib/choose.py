@@ -11,6 +11,8 @@ from commlib.words import ms
 
 MARGIN = 0.02
 """A change that shortens a step by a smaller share is not worth making."""
+WORTH = 0.05
+"""A plan that does so is not worth trying: steps vary by as much, and a trial would be won or lost by chance."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +39,11 @@ def choose(
     dense: Mapping[str, Way],
     others: Mapping[str, Sequence[Way]],
     margin: float = MARGIN,
+    worth: float | None = None,
     *,
     frugal: bool = False,
 ) -> Choice:
-    """Ways that come within ``margin`` of the shortest step found; all dense, if that does.
+    """Ways that come within ``margin`` of the shortest step found; all dense, if that comes within ``worth``.
 
     Of those the one that costs link and cores least, by what layers cost by themselves; or, if ``frugal``, one with
     as few changes as possible, for ways that lose something: then a layer whose transfer hides behind the backward
@@ -54,6 +57,7 @@ def choose(
         dense: every layer's dense way.
         others: what else a layer may take; a layer may be missing.
         margin: share of the shortest step's time.
+        worth: the same, for leaving all dense; None: the margin.
         frugal: whether a change is worth making only for the step's time.
 
     Raises:
@@ -74,7 +78,7 @@ def choose(
         if (t := seconds(other)) < shortest:
             shortest, changed = t, other
     limit = (1 + margin) * shortest
-    if times[0] <= limit:
+    if times[0] <= (limit if worth is None else (1 + worth) * shortest):
         changed = []
     elif frugal:
         for name in sorted(changed, key=lambda n: gains[n]):
@@ -89,16 +93,22 @@ def choose(
     return Choice(ways, dense, reasons, times[0], seconds(changed))
 
 
-def compress_too(p: Pass, exact: Choice, others: Mapping[str, Sequence[Way]], margin: float = MARGIN) -> Choice:
+def compress_too(
+    p: Pass,
+    exact: Choice,
+    others: Mapping[str, Sequence[Way]],
+    margin: float = MARGIN,
+    worth: float | None = None,
+) -> Choice:
     """An exact choice with as few layers compressed as come within ``margin`` of the shortest step there is then.
 
     Args:
         p: a step that was all dense.
         exact: of :func:`choose`.
         others: layer → compressed ways.
-        margin: as there.
+        margin, worth: as there; what is exact takes the part of what is dense.
     """
-    found = choose(p, exact.ways, others, margin, frugal=True)
+    found = choose(p, exact.ways, others, margin, worth, frugal=True)
     reasons = {}
     for name, way in found.ways.items():
         compressed, dense = way != exact.ways[name], way == exact.dense[name]

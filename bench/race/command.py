@@ -139,7 +139,8 @@ def _race(where: Place, job: Job, rounds: int | None, seconds: float, run: dict[
     limit = RateLimit.of(next((c.limit for c in contenders if c.limit is not None), None))
     if limit is not None:  # which the baseline, whose visit is the measure of others, does not know
         least_s += (_LIMITED_STEPS + 3 * job.steps) * limit.seconds(2 * 4 * parameters)
-    schedule = Schedule([c.name for c in contenders], rounds, job.steps, seconds, least_s, least_s)
+    managed = frozenset(c.name for c in contenders if c.managed)
+    schedule = Schedule([c.name for c in contenders], rounds, job.steps, seconds, least_s, least_s, managed)
     with Bar(f"{job.model}: starting the ranks, measuring the line") as bar:
 
         def show(visit: Visit | None, now: Schedule) -> None:

@@ -38,6 +38,11 @@ class Contender:
     limit: str | None = None
     hierarchy: bool = False
 
+    @property
+    def managed(self) -> bool:
+        """Whether a bandwidth manager chooses its routes."""
+        return self.by == "commlib" and policy_of(self.name) is not None
+
     def put_on(self, ddp: DistributedDataParallel, group: Any, timeout: float) -> commlib.HookState | None:
         """Register it on a DDP over ``group``. Collective.
 

@@ -51,7 +51,7 @@ def main(job: Job, schedule: Schedule, measure: bool, aloud: bool) -> tuple[Sche
             tell(line)
     gc.freeze()  # what is there before any visit needs no looking through after each
     while (visit := schedule.next()) is not None:
-        limit = schedule.limit_s()
+        limit = schedule.limit_s(visit.name)
         if first:
             tell(Began(visit, limit))
         with watched(visit.name, limit, aloud=aloud):

@@ -15,6 +15,7 @@ from .evidence import Evidence
 LEAST, MOST = 5, 15  # rounds, where the time decides
 _MORE = 3  # times as many steps, at most, has a route that is faster than the baseline
 _PATIENCE = 4  # times the baseline's visit; compression that takes longer has lost anyway
+_TRIALS = 60  # steps of the baseline's length, in which a bandwidth manager may try what it has planned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Schedule:
         budget_s: seconds that the visits may take, judged by the first round.
         first_limit_s: how long the baseline's first visit may take.
         least_limit_s: how long any visit may take, however fast the baseline is.
+        managed: those of the names that have a bandwidth manager, and settle before they are timed.
         outcomes: what came of the visits so far.
         dropped: who has no further turn, and why.
         lost_s: seconds that visits took whose ranks had to be ended.
@@ -72,6 +74,7 @@ class Schedule:
     budget_s: float
     first_limit_s: float
     least_limit_s: float
+    managed: frozenset[str] = frozenset()
     outcomes: list[Outcome] = dataclasses.field(default_factory=list)
     dropped: dict[str, str] = dataclasses.field(default_factory=dict)
     lost_s: float = 0.0
@@ -105,10 +108,13 @@ class Schedule:
         self.dropped[visit.name] = why
         self.lost_s += seconds
 
-    def limit_s(self) -> float:
-        """How long the next visit may take before it counts as hung."""
+    def limit_s(self, name: str) -> float:
+        """How long a contender's next visit may take before it counts as hung."""
         known = [o.seconds for o in self.of(self.baseline)]
-        return max(self.least_limit_s, _PATIENCE * max(known)) if known else self.first_limit_s
+        if not known:
+            return self.first_limit_s
+        trials = _TRIALS * (self._step_s(self.baseline) or 0.0) if name in self.managed else 0.0
+        return max(self.least_limit_s, _PATIENCE * max(known)) + trials
 
     def steps_of(self, name: str) -> int:
         """Timed steps in a contender's next visit: so many that it runs about as long as the baseline's.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from commlib.choose import Choice, choose, compress_too
+from commlib.choose import WORTH, Choice, choose, compress_too
 from commlib.compressor import Compressor
 from commlib.factors import payload
 from commlib.layer import LayerSpec
@@ -191,10 +191,11 @@ class Model:
                 reasons[name] = ways
             else:
                 others[name] = ways
-        chosen = choose(p, plain, others)
+        chosen = choose(p, plain, others, worth=WORTH)
         chosen = dataclasses.replace(chosen, reasons={**chosen.reasons, **reasons})
         smaller = {n: self._smaller(n, known, codecs) for n in plain if n not in barred}
-        chosen = compress_too(p, chosen, {n: ways for n, ways in smaller.items() if ways}) if codecs else chosen
+        if codecs:
+            chosen = compress_too(p, chosen, {n: ways for n, ways in smaller.items() if ways}, worth=WORTH)
         return dataclasses.replace(chosen, dense_s=chosen.dense_s + missing_s, seconds=chosen.seconds + missing_s)
 
     def _smaller(self, name: str, known: _Known, codecs: Mapping[str, Cost]) -> list[Way]:

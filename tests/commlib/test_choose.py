@@ -90,6 +90,20 @@ def test_a_choice_is_within_the_margin_of_dense_and_of_changing_all_that_gain(ca
     assert choice.reasons.keys() == plain.keys()
 
 
+@given(cases(), st.floats(0, 0.3))
+def test_all_stays_dense_where_that_comes_within_what_a_trial_is_worth_and_else_nothing_is_different(
+    case: Case, worth: float
+) -> None:
+    p, plain, others = case
+    shortest = choose(p, plain, others, 0.0).seconds
+    choice = choose(p, plain, others, 0.0, worth)
+    if choice.dense_s <= (1 + worth) * shortest:
+        assert choice.ways == plain
+        assert choice.seconds == choice.dense_s
+    else:
+        assert choice == choose(p, plain, others, 0.0)
+
+
 @given(cases())
 def test_without_a_margin_no_step_is_predicted_longer_than_a_dense_one(case: Case) -> None:
     p, plain, others = case

@@ -24,4 +24,5 @@ def test_a_layer_counts_its_share_of_a_buckets_count_beside_its_own() -> None:
     assert [x.wire_bytes for x in stats.layers.values()] == [110, 30]
     assert [x.dense_bytes for x in stats.layers.values()] == [22, 68]  # a quarter of 90 is 22.5
     assert [x.seconds["wire"] for x in stats.layers.values()] == pytest.approx([2.0, 3.0])
-    assert (stats.dense_bytes, stats.seconds["wire"]) == (90, pytest.approx(5.0))
+    assert stats.dense_bytes == 90
+    assert stats.seconds["wire"] == pytest.approx(5.0)

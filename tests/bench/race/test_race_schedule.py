@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from hypothesis import given
@@ -106,11 +107,20 @@ def test_who_is_faster_than_the_baseline_gets_more_steps_later_and_that_is_recko
 
 def test_limits_follow_the_baseline() -> None:
     s = schedule()
-    assert s.limit_s() == 100.0
+    assert s.limit_s("a") == 100.0
     s.record(fine(Visit(0, "ddp"), 1.0))
-    assert s.limit_s() == 10.0
+    assert s.limit_s("a") == 10.0
     s.record(fine(Visit(1, "ddp"), 5.0))
-    assert s.limit_s() == 20.0
+    assert s.limit_s("a") == 20.0
+
+
+def test_a_bandwidth_manager_has_time_for_sixty_steps_of_trials_besides() -> None:
+    s = dataclasses.replace(schedule(), managed=frozenset({"a"}))
+    assert s.limit_s("a") == 100.0
+    outcome = fine(Visit(0, "ddp"), 1.0)
+    s.record(outcome)
+    assert s.limit_s("b") == 10.0
+    assert s.limit_s("a") == 10.0 + 60 * outcome.steps_s[0]
 
 
 def test_visits_left_end_at_none() -> None:

@@ -150,6 +150,19 @@ def test_where_the_link_hides_behind_the_backward_pass_nothing_is_changed() -> N
     assert "all layers dense" in cluster.log[0]
 
 
+def test_what_promises_less_than_a_trial_can_show_is_not_tried() -> None:
+    tried = []
+    for gbit_s in (5.0 * 1.2**i for i in range(30)):
+        cluster = fc(gbit_s)
+        d = cluster.settle()
+        assert d.step_s is not None
+        gain = 1 - cluster.span(d) / cluster.span()
+        assert gain == 0 or gain > 0.03  # a plan is predicted from dense steps, and found to be somewhat else
+        tried.append(any("by other routes than dense" in line for line in cluster.log))
+    assert tried == sorted(tried, reverse=True)
+    assert len(set(tried)) == 2
+
+
 @pytest.mark.parametrize("gbit_s", [0.05, 0.2, 1.0, 5.0, 25.0])
 @pytest.mark.parametrize("rebuild", [1.0, 3.0, 30.0])
 def test_a_route_that_loses_in_practice_is_taken_back(gbit_s: float, rebuild: float) -> None:

@@ -163,14 +163,14 @@ def through_delays(make: Callable[[], Trainer], steps: int) -> tuple[bool, bool,
     calm.close()
     dice, naps = random.Random(calm.world.rank), 0
     patched: Any = sequencer.Sequencer
-    originals = {name: getattr(patched, name) for name in ("_advance", "_ended")}
+    originals = {name: getattr(patched, name) for name in ("_advance", "single", "_ended")}
 
     def late(original: Any) -> Any:
-        def call(*args: Any) -> None:
+        def call(*args: Any) -> Any:
             nonlocal naps
             naps += 1
             time.sleep(dice.random() * 0.004)
-            original(*args)
+            return original(*args)
 
         return call
 

@@ -42,18 +42,22 @@ class Link:
         world: P.
         all_reduce: of gradients.
         all_gather: of payloads.
+        drag: how many times as long ranks' arithmetic takes while it is in use: transfers take of their cores.
 
     Raises:
-        ValueError: fewer than one rank.
+        ValueError: fewer than one rank; a drag below 1.
     """
 
     world: int
     all_reduce: Line
     all_gather: Line
+    drag: float = 1.0
 
     def __post_init__(self) -> None:
         if self.world < 1:
             raise ValueError(f"a link joins at least one rank, got {self.world}")
+        if not 1 <= self.drag < math.inf:
+            raise ValueError(f"arithmetic takes at least as long while a link is in use, got a drag of {self.drag!r}")
 
     @classmethod
     def ring(cls, world: int, gbit_s: float, latency_s: float) -> Link:
@@ -77,6 +81,6 @@ class Link:
         return cls(world, Line(2 * (world - 1) * latency_s, beta), Line((world - 1) * latency_s, beta))
 
     def slower(self, factor: float) -> Link:
-        """With every time so many times as long."""
-        lines = (Line(factor * x.alpha, factor * x.beta) for x in (self.all_reduce, self.all_gather))
-        return Link(self.world, *lines)
+        """With every time of a transfer so many times as long."""
+        reduce, gather = (Line(factor * x.alpha, factor * x.beta) for x in (self.all_reduce, self.all_gather))
+        return dataclasses.replace(self, all_reduce=reduce, all_gather=gather)

@@ -103,27 +103,10 @@ class Model:
             found[name] = x
         return {name: x for name, x in found.items() if x.values}
 
-    def pass_of(self, f: Figures, ways: Mapping[str, Way] | None = None) -> Pass:
-        """What the pass would have been, had every layer been dense; by units, each with its first parameter's bucket.
-
-        Args:
-            f: of steps in which units took these ways.
-            ways: None: all were dense. What a way has saved is put back, and what it has compressed between two
-                buckets is taken out. (What was computed beside the pass is not: whether the cores did that or the
-                backward pass first is not known.)
-        """
-        ways = ways or {}
-        owned = self._buckets(f)
-        changes = [(f.seen[u], w.saved_s) for u, w in ways.items() if w.early and u in f.seen]
-        changes += [
-            (ready, -ways[u].before_s) for ready, units in zip(f.ready, owned, strict=True) for u in units if u in ways
-        ]
-
-        def then(now: float) -> float:
-            return max(0.0, now + sum(seconds for t, seconds in changes if t < now))
-
-        buckets = [Bucket(then(ready), units) for ready, units in zip(f.ready, owned, strict=True)]
-        return Pass(tuple(buckets), {u: then(t) for u, t in f.seen.items()}, then(f.end))
+    def seen(self, f: Figures) -> Pass:
+        """The pass as it was in these steps; by units, each with its first parameter's bucket."""
+        buckets = [Bucket(ready, units) for ready, units in zip(f.ready, self._buckets(f), strict=True)]
+        return Pass(tuple(buckets), f.seen, f.end)
 
     def _buckets(self, f: Figures) -> list[tuple[str, ...]]:
         """Units of each bucket, each in the one of its first parameter."""
@@ -152,7 +135,7 @@ class Model:
         """
 
         def predicted(factor: float) -> float:
-            return finish(p, self._dense(p, link.slower(factor)))
+            return finish(p, self.dense(p, link.slower(factor)))
 
         low, high = 1 / 8, 8.0
         target = max(span, predicted(low))  # that long it takes if nothing of the link shows
@@ -183,7 +166,7 @@ class Model:
             barred: units that stay dense, and why.
             missing_s: added to predictions, from :meth:`calibrate`.
         """
-        plain, known = self._dense(p, link), _Known(p, f, link, products)
+        plain, known = self.dense(p, link), _Known(p, f, link, products)
         others, reasons = {}, {}
         for name in plain:
             ways = barred.get(name) or self._exact(name, known)
@@ -224,7 +207,8 @@ class Model:
                     found[name] = (*unit.shape, count)
         return found
 
-    def _dense(self, p: Pass, link: Link) -> dict[str, Way]:
+    def dense(self, p: Pass, link: Link) -> dict[str, Way]:
+        """Every unit's dense way."""
         return {u: dense(self.units[u].nbytes, link) for b in p.buckets for u in b.layers}
 
     def _exact(self, name: str, known: _Known) -> list[Way] | str:

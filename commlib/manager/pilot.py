@@ -18,15 +18,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping
 
 from commlib.choose import Choice
 from commlib.link import Link
-from commlib.manager.codecs import Cost
 from commlib.manager.decision import Decision
+from commlib.manager.knowledge import Knowledge
 from commlib.manager.model import Model, by_gain, routes
 from commlib.manager.sheet import Figures
-from commlib.overlap import Pass
 from commlib.words import mbit, ms, some
 
 _FIRST = 0.6  # of the dense step's time: faster than that is believed at once, though a job's first steps are slow
@@ -56,15 +54,8 @@ class Pilot:
     """
 
     def __init__(self, model: Model) -> None:
-        self._model = model
-        self._link: Link | None = None
-        self._dense: Figures | None = None  # the last steps that were all dense
-        self._pass: Pass | None = None  # as if all were dense
-        self._slower, self._missing_s = 1.0, 0.0  # Model.calibrate
-        self._surplus: dict[_Key, float] = {}  # plan → seconds its trial took beyond its prediction
+        self._known = Knowledge(model)
         self._refined = 0  # times that a trial has shown a better plan
-        self._products: dict[str, tuple[float, float]] = {}
-        self._codecs: dict[str, Cost] = {}
         self._choice: Choice | None = None
         self._barred: dict[str, str] = {}
         self._ratios: list[float] = []  # planned / dense, of this trial's rounds
@@ -86,11 +77,10 @@ class Pilot:
             f: the slowest rank's figures of the steps since the last.
         """
         if f.link is not None and self._now.phase != "steady":
-            self._link = f.link
+            self._known.link = f.link
         if f.link is not None:
             self._probe_s = f.probe_s
-        self._products |= f.products
-        self._codecs |= f.codecs
+        self._known.computed(f)
         if f.steps == 0:  # they broke off, or no forward pass went through DDP
             self._now = dataclasses.replace(self._now, steps=max(2, self._now.steps), said="")
             return self._now
@@ -101,7 +91,8 @@ class Pilot:
     # -- one method a state --
 
     def _watched(self, f: Figures) -> Decision:
-        self._measured_dense(f)
+        self._known.dense_steps(f, watched=True)
+        self._refined = 0
         more = _samples(f.span, 2.0, 1, 20)
         if more > f.steps and not self._looked_again:
             self._looked_again = True
@@ -109,16 +100,16 @@ class Pilot:
         return self._plan("", None)  # they may have been the first of all: nothing to hold later ones against
 
     def _tried(self, f: Figures) -> Decision:
-        assert self._dense is not None
+        assert self._known.dense is not None
         assert self._choice is not None
-        self._ratios.append(f.span / self._dense.span)
+        self._ratios.append(f.span / self._known.dense.span)
         better = self._refine(f)
         if better is not None:
             return better
         if self._ratios[-1] < (_CLEAR if len(self._ratios) > 1 else _FIRST):
-            return self._settle(f"the plan takes {ms(f.span)} a step, dense took {ms(self._dense.span)}", f)
+            return self._settle(f"the plan takes {ms(f.span)} a step, dense took {ms(self._known.dense.span)}", f)
         if len(self._ratios) < _ROUNDS and statistics.median(self._ratios) < 1.1:
-            n = _samples(self._dense.span, 1.0, 2, 20)
+            n = _samples(self._known.dense.span, 1.0, 2, 20)
             return dataclasses.replace(self._say(None), phase="dense again", steps=n + 1, watch=True)
         ratio = statistics.median(self._ratios)
         if ratio < _WON:
@@ -126,10 +117,10 @@ class Pilot:
         return self._retreat(ratio, f)
 
     def _dense_again(self, f: Figures) -> Decision:
-        assert self._dense is not None
+        assert self._known.dense is not None
         if len(self._ratios) == 1:  # what came before it may have been the first steps of all, which take longer
-            self._ratios[0] *= self._dense.span / f.span
-        self._measured_dense(f)
+            self._ratios[0] *= self._known.dense.span / f.span
+        self._known.dense_steps(f, watched=False)
         return self._try("")
 
     def _steady(self, f: Figures) -> Decision:
@@ -154,36 +145,33 @@ class Pilot:
         return dataclasses.replace(now, steps=_AGAIN) if sure else now
 
     def _probed(self, f: Figures, link: Link) -> Decision:
-        assert self._link is not None
-        dense_now = not self._now.routes
-        before = self._link
+        dense_now, before, dense = not self._now.routes, self._known.link, self._known.dense
+        assert before is not None
         was, now = before.all_reduce.beta, link.all_reduce.beta
         change = now / was if was else math.inf if now else 1.0  # of none that shows, one that does is another
         self._earned = math.inf
-        if (least := self._least_s(link.slower(self._slower))) > _SURE * f.span:
+        if (least := self._least_s(link)) > _SURE * f.span:
             self._earned = 0.0
             return self._stay(f"not believed: {mbit(link)}, with which a step could not take less than {ms(least)}")
         if 1 / _OTHER_LINK < change < _OTHER_LINK:
             self._earned = 0.0
-            if dense_now or self._dense is None or f.span < _CLEAR * self._dense.span:
+            if dense_now or dense is None or f.span < _CLEAR * dense.span:
                 return self._stay("the link is as it was")
             self._looked_again = False  # arithmetic has become slower: does the plan still win?
             return Decision(probe=False, said="the link is as it was, but steps take longer: all dense for a while")
-        self._link, self._barred = link, {}
-        if self._dense is not None:
+        self._known.link, self._barred = link, {}
+        if dense is not None:
             if dense_now:
-                self._measured_dense(dataclasses.replace(self._dense, span=f.span))
+                self._known.dense_steps(dataclasses.replace(dense, span=f.span), watched=False)
             else:  # nobody has seen a dense step on this link
-                span = self._choose(self._dense, link).dense_s
-                self._dense = dataclasses.replace(self._dense, span=span)
+                self._known.dense = dataclasses.replace(dense, span=self._known.choose({}).dense_s)
         return self._plan(f"the link has {mbit(link)} instead of {mbit(before)}", f)
 
     def _least_s(self, link: Link) -> float:
         """Seconds that a step's bytes take on a link by the routes as they are."""
         if self._choice is None:
             return 0.0
-        ways = self._choice.ways if self._now.routes else self._choice.dense
-        return min(link.all_reduce.beta, link.all_gather.beta) * sum(w.sent for w in ways.values())
+        return self._known.least_s(self._choice.ways if self._now.routes else self._choice.dense, link)
 
     # -- what they decide --
 
@@ -192,12 +180,12 @@ class Pilot:
 
         ``f``: what steps are like now, if that is known.
         """
-        assert self._dense is not None
-        if self._link is None:
+        assert self._known.dense is not None
+        if self._known.link is None:
             return self._settle("nothing was measured", f)
-        self._choice = self._choose(self._dense, self._link)
+        self._choice = self._known.choose(self._barred)
         self._ratios = []
-        changed = routes(self._choice, self._dense.seen)
+        changed = routes(self._choice, self._known.dense.seen)
         predicted = f"predicted {ms(self._choice.seconds)} a step, all dense {ms(self._choice.dense_s)}"
         what = f"{len(changed)} layers by other routes than dense" if changed else "all layers dense"
         said = "; ".join(filter(None, [said, f"{what} ({predicted})"]))
@@ -212,19 +200,15 @@ class Pilot:
         Returns:
             The trial of a better plan, or None if there is none. The predictions are new in any case.
         """
-        assert self._dense is not None
+        assert self._known.dense is not None
         assert self._choice is not None
-        assert self._link is not None
         if len(self._ratios) > 1 or not f.buckets:
             return None
-        self._pass = self._model.pass_of(f, self._choice.ways)
-        self._slower, self._missing_s = self._model.calibrate(self._pass, self._dense.span, self._link)
-        before, self._surplus = self._choice, {}
-        choice = self._choose(self._dense, self._link)
-        changed = routes(choice, self._dense.seen)
-        if changed == routes(before, self._dense.seen):
-            self._surplus[_key(changed)] = f.span - choice.seconds
-            self._choice = dataclasses.replace(choice, seconds=f.span)
+        self._known.trial_steps(f, self._choice.ways)
+        choice = self._known.choose(self._barred)
+        changed = routes(choice, self._known.dense.seen)
+        if changed == routes(self._choice, self._known.dense.seen):
+            self._choice = self._known.took(choice, f.span)
         elif changed and choice.seconds < _WON * f.span and self._refined < _REFINEMENTS:
             self._refined += 1
             self._choice, self._ratios = choice, []
@@ -232,21 +216,6 @@ class Pilot:
                 f"a trial has shown more: now {len(changed)} layers (predicted {ms(choice.seconds)} a step)"
             )
         return None
-
-    def _choose(self, dense: Figures, link: Link) -> Choice:
-        assert self._pass is not None
-        link = link.slower(self._slower)
-        costs = self._products, self._codecs
-        choice = self._model.choose(self._pass, dense, link, *costs, self._barred, self._missing_s)
-        surplus = self._surplus.get(_key(routes(choice, dense.seen)), 0.0)
-        return dataclasses.replace(choice, seconds=max(choice.seconds + surplus, choice.seconds / 2))
-
-    def _measured_dense(self, f: Figures) -> None:
-        self._dense = f
-        if self._now.phase == "watch":
-            self._pass, self._refined = self._model.pass_of(f), 0
-        if self._link is not None and self._pass is not None:
-            self._slower, self._missing_s = self._model.calibrate(self._pass, f.span, self._link)
 
     def _try(self, said: str) -> Decision:
         assert self._choice is not None
@@ -275,12 +244,12 @@ class Pilot:
 
     def _say(self, choice: Choice | None) -> Decision:
         """Routes, reasons and predictions of a choice; None is all dense."""
-        if self._choice is None or self._dense is None:
+        if self._choice is None or self._known.dense is None:
             return Decision(probe=False)
         shown = self._choice
-        changed = routes(choice, self._dense.seen) if choice is not None else {}
-        rows = {n: self._dense.rows[n] for n in changed if n in self._dense.rows}
-        seconds = (shown.seconds if changed else shown.dense_s) + self._dense.rest
+        changed = routes(choice, self._known.dense.seen) if choice is not None else {}
+        rows = {n: self._known.dense.rows[n] for n in changed if n in self._known.dense.rows}
+        seconds = (shown.seconds if changed else shown.dense_s) + self._known.dense.rest
         ways = shown.ways if changed else shown.dense
         return Decision(
             routes=changed,
@@ -289,12 +258,5 @@ class Pilot:
             watch=False,
             why={**shown.reasons, **self._barred},
             predicted={n: way.alone_s for n, way in ways.items()},
-            step_s=(seconds, shown.dense_s + self._dense.rest),
+            step_s=(seconds, shown.dense_s + self._known.dense.rest),
         )
-
-
-_Key = tuple[tuple[str, str], ...]
-
-
-def _key(plan: Mapping[str, str]) -> _Key:
-    return tuple(plan.items())

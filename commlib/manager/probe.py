@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import math
@@ -26,6 +27,7 @@ from commlib.simulate import part
 _SIZES = (16 << 10, 1 << 20, 8 << 20)  # bytes a rank sends
 _LONGEST = (2.0, 0.3)  # seconds: the second and third are left out if they would take longer, by what the last took
 _WARM, _TIMES = 3, 5  # repetitions; fewer where they take long
+_BESIDE_S, _BESIDE_TIMES = 0.06, 3  # seconds of a transfer with products beside it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +51,10 @@ class Probe:
     groups: Mapping[Scope, Any] = dataclasses.field(default_factory=dict)
 
     def link(self) -> Link:
-        """α and β of the dense exchange and of all-gathers, as the slowest rank sees them.
+        """α and β of the dense exchange and of all-gathers, as the slowest rank sees them, and the former's drag.
 
-        Collective; at most about two seconds. A slow limit takes longer: three messages of 16 KiB for each, and no
-        larger ones that would take over two seconds.
+        Collective; at most about two seconds and a half. A slow limit takes longer: three messages of 16 KiB for each,
+        and no larger ones that would take over two seconds.
 
         Under a hierarchy the first line is of the two-level exchange as a whole, with its copies. Its bytes are those
         of a flat ring, 2(P−1)/P of the gradient, for a rank sends as many: 2(L−1)/L of it inside its node and, of a
@@ -60,7 +62,9 @@ class Probe:
         """
         held = 1.0 if self.hierarchy is None else (self.hierarchy.inter.size - 1) / (self.world.size - 1)
         reduce = self._reduce if self.hierarchy is None else functools.partial(self._two_levels, self.hierarchy)
-        return Link(self.world.size, self._line(reduce, held), self._line(self._gather, 1.0))
+        lines = self._line(reduce, held), self._line(self._gather, 1.0)
+        sent = min(_SIZES[-1], int(_BESIDE_S / lines[0].beta)) if lines[0].beta else _SIZES[-1]
+        return Link(self.world.size, *lines, drag=self._drag(reduce(max(sent, 1))))
 
     def _reduce(self, sent: int) -> Callable[[], None]:
         tensor = torch.zeros(self._values(sent), device=self.device)
@@ -102,6 +106,23 @@ class Probe:
         found = fit(points)
         return Line(found.alpha, max(found.beta, least))
 
+    def _drag(self, through: Callable[[], None]) -> float:
+        """How many times as long products take while something is ``through`` beside them; all ranks' common one."""
+        if self.device.type != "cpu":
+            return 1.0
+        counts = torch.zeros(2, 2, dtype=torch.float64)  # alone, beside it; products, seconds
+        with concurrent.futures.ThreadPoolExecutor(1, "commlib-probe") as others:
+            for _ in range(_BESIDE_TIMES):
+                self._agreed(0.0)  # all ranks begin together
+                transfer = others.submit(through)
+                beside = _products_while(lambda _, t=transfer: not t.done())  # type: ignore[misc]
+                transfer.result()
+                self._agreed(0.0)
+                counts += torch.tensor([_products_while(lambda seconds: seconds < _BESIDE_S), beside])
+        self.group.allreduce([counts]).wait()
+        alone_s, beside_s = (counts[:, 1] / counts[:, 0]).tolist()
+        return max(1.0, float(beside_s / alone_s))
+
     def _agreed(self, seconds: float) -> float:
         """The slowest rank's, to all."""
         one = torch.full((1,), seconds, device=self.device)
@@ -126,6 +147,19 @@ def measure_product(n: int, m: int, rows: int, dtype: torch.dtype, device: torch
 
 def _product(u: Tensor, v: Tensor, out: Tensor) -> None:
     torch.mm(v.t(), u, out=out)
+
+
+def _products_while(going: Callable[[float], bool]) -> tuple[float, float]:
+    """Small products, and the seconds they took: at least one, and on for as long as it is ``going``."""
+    u, v, out, count = torch.ones(128, 256), torch.ones(128, 256), torch.empty(256, 256), 0
+    start = time.perf_counter()
+    while True:
+        with torch.no_grad():
+            _product(u, v, out)
+        count += 1
+        seconds = time.perf_counter() - start
+        if not going(seconds):
+            return count, seconds
 
 
 def _timed(what: Callable[[], Any]) -> float:

@@ -145,7 +145,7 @@ class Figures:
     def from_wire(cls, x: Mapping[str, Any]) -> Figures:
         """Of :meth:`to_wire`, through msgpack."""
         link = x["link"]
-        lines = link and Link(link["world"], Line(**link["all_reduce"]), Line(**link["all_gather"]))
+        lines = link and Link(link["world"], Line(**link["all_reduce"]), Line(**link["all_gather"]), link["drag"])
         tuples = {"ready": tuple(x["ready"]), "buckets": tuple(tuple(b) for b in x["buckets"])}
         products = {name: (local, rebuilt) for name, (local, rebuilt) in x["products"].items()}
         costs = {route: Cost.from_wire(c) for route, c in x["codecs"].items()}
@@ -186,8 +186,8 @@ def _products(each: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, tu
 
 
 def _worst(links: Sequence[Link]) -> Link:
-    lines = [
-        Line(max(getattr(x, c).alpha for x in links), max(getattr(x, c).beta for x in links))
-        for c in ("all_reduce", "all_gather")
-    ]
-    return Link(links[0].world, *lines)
+    reduce, gather = (
+        Line(max(line.alpha for line in lines), max(line.beta for line in lines))
+        for lines in ([x.all_reduce for x in links], [x.all_gather for x in links])
+    )
+    return Link(links[0].world, reduce, gather, max(x.drag for x in links))

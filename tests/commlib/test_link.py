@@ -13,7 +13,7 @@ from commlib.link import Line, Link
 
 FREE = Line(0, 0)
 LINES = st.builds(Line, alpha=st.floats(0, 1), beta=st.floats(0, 1e-6))
-LINKS = st.builds(Link, world=st.integers(1, 64), all_reduce=LINES, all_gather=LINES)
+LINKS = st.builds(Link, world=st.integers(1, 64), all_reduce=LINES, all_gather=LINES, drag=st.floats(1, 8))
 BYTES = st.floats(0, 1e9)
 
 
@@ -74,6 +74,9 @@ BAD: dict[str, tuple[Callable[[], Link], str]] = {
     "negative latency": (lambda: Link.ring(2, 1, -1e-6), "latency of a link must be .* got -1e-06"),
     "nan latency": (lambda: Link.ring(2, 1, math.nan), "latency of a link must be .* got nan"),
     "inf latency": (lambda: Link.ring(2, 1, math.inf), "latency of a link must be .* got inf"),
+    "arithmetic faster beside it": (lambda: Link(2, FREE, FREE, 0.9), "got a drag of 0.9"),
+    "a drag of nan": (lambda: Link(2, FREE, FREE, math.nan), "got a drag of nan"),
+    "a drag of inf": (lambda: Link(2, FREE, FREE, math.inf), "got a drag of inf"),
     "slower by a negative factor": (lambda: Link.ring(2, 1, 1e-6).slower(-1), "of a link must be a number ≥ 0"),
     "slower by nan": (lambda: Link.ring(2, 1, 1e-6).slower(math.nan), "of a link must be a number ≥ 0"),
 }

@@ -17,7 +17,7 @@ from commlib.manager.pilot import Pilot
 from commlib.manager.sheet import Figures, slowest
 from commlib.model import layer_specs, linear_layers
 from commlib.overlap import Bucket, Pass
-from commlib.price import Way, compressed, dense
+from commlib.price import Way, compressed
 from commlib.route import make_plan
 
 LINK = Link(4, Line(1e-4, 1e-7), Line(1e-4, 1e-7))  # 80 Mbit/s
@@ -119,16 +119,9 @@ def test_it_goes_back_to_dense_if_codecs_lose_in_practice() -> None:
 
 def test_without_codec_figures_nothing_is_compressed() -> None:
     m, f, link = model(), figures(codecs={}), LINK.slower(8)
-    assert routes(m.choose(m.pass_of(f), f, link, {}, {}, {}, 0.0), {}) == {}
-    assert routes(m.choose(m.pass_of(f), f, link, {}, {ROUTE: FREE}, {}, 0.0), {}) == {"0": ROUTE, "1": ROUTE}
-    assert routes(m.choose(m.pass_of(f), f, link, {}, {ROUTE: FREE}, {"0": "lost"}, 0.0), {}) == {"1": ROUTE}
-
-
-def test_time_to_compress_is_taken_out_of_a_trials_pass() -> None:
-    way = dataclasses.replace(dense(4, LINK), route=ROUTE, before_s=0.005)
-    p = model().pass_of(figures(), {"0": way, "1": way})
-    assert [b.ready for b in p.buckets] == pytest.approx([0.01, 0.02, 0.025])
-    assert p.end == pytest.approx(0.025)  # the last bucket's is over when the pass ends, of which it is not a part
+    assert routes(m.choose(m.seen(f), f, link, {}, {}, {}, 0.0), {}) == {}
+    assert routes(m.choose(m.seen(f), f, link, {}, {ROUTE: FREE}, {}, 0.0), {}) == {"0": ROUTE, "1": ROUTE}
+    assert routes(m.choose(m.seen(f), f, link, {}, {ROUTE: FREE}, {"0": "lost"}, 0.0), {}) == {"1": ROUTE}
 
 
 def test_codec_figures_travel_and_the_slowest_rank_counts() -> None:
@@ -145,12 +138,12 @@ def test_a_probe_with_which_the_last_steps_could_not_have_been_is_not_believed()
         decision = pilot.review(figures())
         if decision.phase == "steady" and not decision.probe:
             break
-    before, routes_before = pilot._link, decision.routes
+    before, routes_before = pilot._known.link, decision.routes
     far_slower = Link(4, Line(1e-4, 1e-4), Line(1e-4, 1e-4))
     pilot._now = dataclasses.replace(decision, probe=True)
     decision = pilot.review(figures(link=far_slower))
     assert "not believed: 0.08 Mbit/s" in decision.said
-    assert (decision.routes, decision.phase, pilot._link) == (routes_before, "steady", before)
+    assert (decision.routes, decision.phase, pilot._known.link) == (routes_before, "steady", before)
 
 
 BY_ROWS = "int8:ef=off@factors"
@@ -164,7 +157,7 @@ def test_a_probe_is_judged_by_what_it_is_worth_in_training() -> None:
         decision = pilot.review(figures(span=0.2, link=LINK.slower(40)))
         if decision.phase == "steady" and not decision.probe:
             break
-    assert pilot._slower < 0.5
+    assert pilot._known._slower < 0.5
     pilot._now = dataclasses.replace(decision, probe=True)
     decision = pilot.review(figures(span=0.4, link=LINK.slower(80)))
     assert "not believed" not in decision.said

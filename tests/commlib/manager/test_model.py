@@ -77,29 +77,7 @@ def test_a_unit_is_in_the_bucket_of_its_first_parameter() -> None:
     names = ("scale", "head.weight", "fc.bias"), ("fc.weight",), ("norm.bias", "norm.weight")
     f = dataclasses.replace(NO_FIGURES, ready=(1.0, 2.0, 3.0), buckets=names, end=4.0, seen={"fc": 0.5})
     buckets = Bucket(1.0, ("scale", "head", "fc")), Bucket(2.0, ()), Bucket(3.0, ("norm.bias", "norm.weight"))
-    assert model_of(Net()).pass_of(f) == Pass(buckets, {"fc": 0.5}, 4.0)
-
-
-@given(TIMES, st.floats(0, 0.9))
-def test_what_ways_have_saved_is_put_back(times: list[tuple[float, float]], share: float) -> None:
-    """Each layer's rows come, and its bucket ``gap`` later; of that, a share of the local product was not computed."""
-    model, ways = chain([1] * len(times)), {}
-    then = now = 0.0
-    rows, seen = {}, {}
-    handed_over: list[tuple[float, float]] = []
-    for i, (gap, part) in enumerate(times):
-        saved = share * part * gap
-        ways[str(i)] = Way("factors", 0, 0, 0, saved_s=saved, early=True)
-        rows[str(i)], seen[str(i)] = then, now
-        then, now = then + gap, now + gap - saved
-        handed_over.append((then, now))
-    buckets = tuple((f"{i}.weight",) for i in range(len(times)))
-    f = dataclasses.replace(NO_FIGURES, ready=tuple(t for _, t in handed_over), buckets=buckets, end=now, seen=seen)
-    found = model.pass_of(f, ways)
-    assert [b.ready for b in found.buckets] == pytest.approx([t for t, _ in handed_over])
-    assert found.rows == pytest.approx(rows)
-    assert found.end == pytest.approx(then)
-    assert model.pass_of(f, {n: dataclasses.replace(w, saved_s=0.0) for n, w in ways.items()}) == model.pass_of(f)
+    assert model_of(Net()).seen(f) == Pass(buckets, {"fc": 0.5}, 4.0)
 
 
 @st.composite
@@ -150,7 +128,7 @@ def chosen(**changes: Any) -> Choice:
     ready, names = (0.002, 0.003), (("head.weight", "scale"), ("fc.weight", "fc.bias"))
     f = Figures(2, 0.01, 0.0, ready, names, 0.003, {"fc": 0.001}, known["rows"], arithmetic=known["arithmetic"])
     costs = known["products"], known["codecs"]
-    return model.choose(model.pass_of(f), f, SLOW, *costs, known["barred"], known["missing_s"])
+    return model.choose(model.seen(f), f, SLOW, *costs, known["barred"], known["missing_s"])
 
 
 def test_rows_that_pay_are_chosen_at_the_price_of_their_layer() -> None:

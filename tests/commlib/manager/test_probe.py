@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 
 import pytest
@@ -30,10 +31,48 @@ def test_all_ranks_see_the_same_link_on_which_bytes_take_time(fleet: Fleet, size
     links = fleet.run(size, link_of)
     assert links == [links[0]] * size
     assert links[0].world == size
+    assert links[0].drag < 100
     for line in (links[0].all_reduce, links[0].all_gather):
         assert line.alpha >= 0
         assert line.beta >= 0
         assert 0 < line.seconds(8 << 20) < math.inf
+
+
+def burns() -> None:
+    """A transfer that needs the core on which products are computed."""
+    end = time.monotonic() + 0.06
+    while time.monotonic() < end:
+        pass
+
+
+def drags(world: World) -> tuple[float, float]:
+    cores, probe = os.sched_getaffinity(0), Probe(dist.group.WORLD, world, CPU)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        return probe._drag(lambda: time.sleep(0.06)), probe._drag(burns)
+    finally:
+        os.sched_setaffinity(0, cores)  # this process goes on to other tests
+
+
+def test_a_transfer_that_takes_of_the_cores_has_a_drag(fleet: Fleet) -> None:
+    ((waits, burns),) = fleet.run(1, drags)
+    assert 1 <= waits < 1.5 < burns
+
+
+def fails() -> None:
+    raise ValueError("a rank is gone")
+
+
+def drag_of_none(world: World) -> str:
+    try:
+        Probe(dist.group.WORLD, world, CPU)._drag(fails)
+    except ValueError as e:
+        return str(e)
+    return ""
+
+
+def test_a_transfer_that_fails_beside_products_is_no_drag(fleet: Fleet) -> None:
+    assert fleet.run(1, drag_of_none) == ["a rank is gone"]
 
 
 LIMIT = RateLimit(20, burst=100_000)

@@ -16,9 +16,8 @@ from commlib.manager.sheet import Figures, Sheet, Step, slowest
 LINK = Link(3, Line(0.5, 1e-8), Line(0.25, 2e-8))
 NUMBERS = st.floats(0, 1e3)
 NAMES = st.text(max_size=4)
-LINKS = st.builds(
-    Link, st.integers(1, 8), st.builds(Line, NUMBERS, NUMBERS), all_gather=st.builds(Line, NUMBERS, NUMBERS)
-)
+LINES = st.builds(Line, NUMBERS, NUMBERS)
+LINKS = st.builds(Link, st.integers(1, 8), LINES, LINES, st.floats(1, 8))
 FIGURES = st.lists(st.tuples(NUMBERS, st.lists(NAMES, max_size=3).map(tuple)), max_size=3).flatmap(
     lambda buckets: st.builds(
         Figures,
@@ -157,13 +156,13 @@ def test_a_decision_comes_through_the_store_as_it_was_its_routes_in_order(decisi
 
 
 def test_the_slowest_rank_has_the_most_of_everything() -> None:
-    other = Link(3, Line(0.1, 5e-8), Line(0.9, 1e-8))
+    other = Link(3, Line(0.1, 5e-8), Line(0.9, 1e-8), drag=2.0)
     a = figures(wire=0.3, link=LINK, probe_s=2.0, products={"fc": (1.0, 2.0)})
     b = figures(steps=3, span=6.0, rest=0.5, ready=(1.0, 3.5), end=4.5, link=other, probe_s=1.0)
     more = {"rows": {"fc": 9, "head": 2}, "products": {"fc": (2.0, 3.0), "head": (0.5, 0.5)}}
     b = dataclasses.replace(b, seen={"fc": 2.0, "head": 1.0}, **more)  # type: ignore[arg-type]
     most = dataclasses.replace(b, rest=1.0, ready=(2.0, 3.5), seen={"fc": 2.5, "head": 1.0}, wire=0.3, probe_s=2.0)
-    most = dataclasses.replace(most, link=Link(3, Line(0.5, 5e-8), Line(0.9, 2e-8)))
+    most = dataclasses.replace(most, link=Link(3, Line(0.5, 5e-8), Line(0.9, 2e-8), drag=2.0))
     assert slowest([a, b]) == slowest([b, a]) == most
 
 

@@ -116,7 +116,7 @@ class HookState:
         self._store = MemoryStore()
         self._steps = Steps(self._store)
         self._plain = PlainBuckets()
-        self._watched = setup.remembers() or dense_steps > 0
+        self._remembers = self._plan.remembers() or dense_steps > 0
         self._lost_key = f"{self._key}/lost"
         self._throttle = Throttle(limit, limited(lanes) + (self._factors is not None))
         self._sequencer = make_sequencer(
@@ -179,7 +179,6 @@ class HookState:
         self._steps.settle()
         count = from_state(state, self._plan, self._store, self.world, self._levels, drop_residuals=drop_residuals)
         self._steps.resume(count)
-        self._watched = True  # a route without memory may have to send what is pending
 
     def discard_step(self) -> None:
         """Declares that the optimizer will not apply the step just exchanged: it leaves no trace in any residual.
@@ -198,7 +197,7 @@ class HookState:
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Exchanges one bucket; DDP calls this (through :func:`hook`) in bucket order on every rank."""
         if bucket.index() == 0:
-            self._steps.begin()
+            self._steps.begin(remembers=self._remembers)
             self._store.rescale(self._scale.now())
             self._shadow = not at_end_of_backward(self._finish)
         buffer = bucket.buffer()
@@ -207,7 +206,7 @@ class HookState:
         if self._manager is not None:
             self._manager.bucket(names)
         label = f"bucket {bucket.index()} ({names[0]} … {names[-1]}) of step {self._steps.count}"
-        if plain is not None and not self._watched:
+        if plain is not None and not self._steps.watched:
             future = self._sequencer.single(label, plain.mean(buffer, self.world), buffer)
         else:
             rounds = self._sorted(bucket, names) if plain is None else plain.rounds(buffer, self.world)
@@ -240,6 +239,7 @@ class HookState:
         """Between two steps: routes may change now. (A rank that has joined comes here once it has issued its part.)"""
         if self._manager is not None and self._steps.complete and self._manager.exchanged():
             self._plan = self._manager.plan(self._plan)
+            self._remembers = self._plan.remembers() or self._dense_steps > 0
 
     def _sorted(self, bucket: Any, names: list[str]) -> Rounds:
         """The exchanges of a bucket, whose parameters may go by several routes."""
@@ -256,7 +256,7 @@ class HookState:
 
     def _checked(self, rounds: Rounds, buffer: Tensor) -> Rounds:
         yield from rounds
-        if self._watched:
+        if self._steps.watched:
             self._steps.check(buffer)
 
     def _route(self, name: str) -> Route:

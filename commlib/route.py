@@ -162,6 +162,10 @@ class Plan:
         """The same plan, with one more thing to say about it, and with so many ranks on a node."""
         return dataclasses.replace(self, about="; ".join(filter(None, [self.about, about])), local=local)
 
+    def remembers(self) -> bool:
+        """Whether any route keeps something from step to step."""
+        return any(p.route.codec.slots(p.spec) or p.route.codec.random for p in self)
+
     def describe(self) -> dict[str, str]:
         """Name → ``shape dtype route``: what every rank must agree on."""
         return {p.spec.name: f"{p.spec.layout()} {p.route}" for p in self}

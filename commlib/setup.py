@@ -143,10 +143,6 @@ class Setup:
         """Whether, by the plan to begin with, every rank multiplies the same rows; not so where each has an owner."""
         return any(p.route.exchange == "factors" for p in self.plan)
 
-    def remembers(self) -> bool:
-        """Whether any route keeps something from step to step."""
-        return any(p.route.codec.slots(p.spec) or p.route.codec.random for plan in self.plans for p in plan)
-
 
 def check_numbers(timeout: float, **counts: object) -> None:
     """Raises ValueError if the timeout is not above 0, or one of the counts no whole number ≥ 0."""

@@ -24,20 +24,28 @@ class Steps:
         count: steps that count.
         skipped: those that do not.
         complete: whether the last bucket of the step under way has been submitted.
+        watched: whether the step under way may read or leave anything, so that it matters that it is finite. It
+            follows from plan and count, and so is alike on all ranks.
     """
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
         self.count = self.skipped = 0
         self.complete = False
+        self.watched, self._held = False, -1
         self._buckets: list[torch.futures.Future[Tensor]] = []
         self._finite: list[Readback] = []
         self._discarded = self._undoable = False
 
-    def begin(self) -> None:
-        """A step begins; one before it that broke off half-way is given up."""
+    def begin(self, *, remembers: bool) -> None:
+        """A step begins, by routes of which some remember or none does; one that broke off half-way is given up.
+
+        What the former have left goes out in the first step of the latter that counts.
+        """
         self._settle(abandon=True)
         self._undoable = False
+        self._held = self.count + 1 if remembers else self._held
+        self.watched = self.count <= self._held
 
     def submitted(self, bucket: torch.futures.Future[Tensor], *, last: bool) -> None:
         """One more bucket of it is on its way."""
@@ -70,7 +78,7 @@ class Steps:
     def resume(self, count: int) -> None:
         """Go on after so many, with a store that has been filled anew."""
         self._undoable = False
-        self.count = count
+        self.count, self._held = count, count + 1
 
     def _settle(self, *, abandon: bool) -> None:
         if not self._buckets or not (self.complete or abandon):

@@ -116,7 +116,7 @@ class HookState:
         self._store = MemoryStore()
         self._steps = Steps(self._store)
         self._plain = PlainBuckets()
-        self._remembers = self._plan.remembers() or dense_steps > 0
+        self._remembers = self._plan.remembers()
         self._lost_key = f"{self._key}/lost"
         self._throttle = Throttle(limit, limited(lanes) + (self._factors is not None))
         self._sequencer = make_sequencer(
@@ -197,7 +197,7 @@ class HookState:
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Exchanges one bucket; DDP calls this (through :func:`hook`) in bucket order on every rank."""
         if bucket.index() == 0:
-            self._steps.begin(remembers=self._remembers)
+            self._steps.begin(remembers=self._remembers or self._dense_steps > 0)
             self._store.rescale(self._scale.now())
             self._shadow = not at_end_of_backward(self._finish)
         buffer = bucket.buffer()
@@ -239,7 +239,7 @@ class HookState:
         """Between two steps: routes may change now. (A rank that has joined comes here once it has issued its part.)"""
         if self._manager is not None and self._steps.complete and self._manager.exchanged():
             self._plan = self._manager.plan(self._plan)
-            self._remembers = self._plan.remembers() or self._dense_steps > 0
+            self._remembers = self._plan.remembers()
 
     def _sorted(self, bucket: Any, names: list[str]) -> Rounds:
         """The exchanges of a bucket, whose parameters may go by several routes."""

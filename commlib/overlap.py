@@ -9,7 +9,8 @@ one is under way the pass is slower, by its *drag*.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 from commlib.price import Way
 
@@ -89,7 +90,7 @@ def undisturbed(seen: Pass, ways: Mapping[str, Way], drag: float) -> Pass:
     """
     walk, rows, ready = _Walk(drag), dict(seen.rows), [b.ready for b in seen.buckets]
     known = {name: _as_seen(name, ways.get(name), seen) for b in seen.buckets for name in b.layers}
-    for e in _events(seen, known):
+    for e in _events(seen, known, rows):
         then = walk.came_to(e.at)
         if e.rows is None:
             ready[e.bucket] = then
@@ -102,8 +103,7 @@ def undisturbed(seen: Pass, ways: Mapping[str, Way], drag: float) -> Pass:
     return Pass(buckets, rows, walk.came_to(seen.end), seen.spare_cores, drag)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Event:
+class _Event(NamedTuple):
     """Something of a bucket is ready: the rows of a layer, or all of it.
 
     Attributes:
@@ -123,20 +123,19 @@ class _Event:
     saved_s: float = 0.0
 
 
-def _events(p: Pass, ways: Mapping[str, Way]) -> list[_Event]:
+def _events(p: Pass, ways: Mapping[str, Way], rows: Collection[str] = ()) -> list[_Event]:
+    """In their order; of ``rows`` even if nothing leaves or is saved then."""
     found = []
     for i, bucket in enumerate(p.buckets):
         own = [(name, ways[name]) for name in bucket.layers]
         for name, w in own:
-            if w.early or w.saved_s or name in p.rows:
+            if w.early or w.saved_s or name in rows:
                 early_s = w.link_s - w.late_s if w.early else 0.0
                 found.append(_Event(p.rows[name], i, name, link_s=early_s, saved_s=w.saved_s))
-    for i, bucket in enumerate(p.buckets):
-        own = [(name, ways[name]) for name in bucket.layers]
         shared_s = sum({w.route: w.shared_s for _, w in own}.values())
         late_s = sum(w.late_s if w.early else w.link_s for _, w in own)
         found.append(_Event(bucket.ready, i, None, sum(w.before_s for _, w in own), shared_s + late_s))
-    return sorted(found, key=lambda e: e.at)
+    return sorted(found, key=lambda e: (e.at, e.rows is None))  # of one time, rows before buckets
 
 
 def _as_seen(name: str, way: Way | None, seen: Pass) -> Way:

@@ -114,9 +114,7 @@ class Probe:
         with concurrent.futures.ThreadPoolExecutor(1, "commlib-probe") as others:
             for _ in range(_BESIDE_TIMES):
                 self._agreed(0.0)  # all ranks begin together
-                transfer = others.submit(through)
-                beside = _products_while(lambda _, t=transfer: not t.done())  # type: ignore[misc]
-                transfer.result()
+                beside = _products_beside(others.submit(through))
                 self._agreed(0.0)
                 counts += torch.tensor([_products_while(lambda seconds: seconds < _BESIDE_S), beside])
         self.group.allreduce([counts]).wait()
@@ -147,6 +145,13 @@ def measure_product(n: int, m: int, rows: int, dtype: torch.dtype, device: torch
 
 def _product(u: Tensor, v: Tensor, out: Tensor) -> None:
     torch.mm(v.t(), u, out=out)
+
+
+def _products_beside(transfer: concurrent.futures.Future[None]) -> tuple[float, float]:
+    """As :func:`_products_while`, until it is through; raises what went wrong with it."""
+    counted = _products_while(lambda _: not transfer.done())
+    transfer.result()
+    return counted
 
 
 def _products_while(going: Callable[[float], bool]) -> tuple[float, float]:

@@ -17,8 +17,11 @@ from toy import PAIRS, Trainer, same_everywhere, through_delays
 
 @contextmanager
 def counted(world: World) -> Iterator[list[float]]:
-    """Counts, at the process group's own methods, what a ring (or pairwise sends) puts on the wire."""
-    sent = [0.0]
+    """Counts, at the process group's own methods, what a ring (or pairwise sends) puts on the wire.
+
+    A list to be added up, for lanes issue from threads of their own: `+=` would lose some of it.
+    """
+    sent: list[float] = []
     group = dist.ProcessGroup
     originals = {name: group.__dict__[name] for name in ("allreduce", "_allgather_base", "alltoall_base")}
 
@@ -26,16 +29,16 @@ def counted(world: World) -> Iterator[list[float]]:
         return originals[name].__get__(self, type(self))
 
     def allreduce(self, tensors, *args):
-        sent[0] += 2 * (world.size - 1) / world.size * sum(t.nbytes for t in tensors)
+        sent.append(2 * (world.size - 1) / world.size * sum(t.nbytes for t in tensors))
         return bound(self, "allreduce")(tensors, *args)
 
     def allgather(self, out, tensor, *args):
         assert out.nbytes == world.size * tensor.nbytes
-        sent[0] += (world.size - 1) * tensor.nbytes
+        sent.append((world.size - 1) * tensor.nbytes)
         return bound(self, "_allgather_base")(out, tensor, *args)
 
     def alltoall(self, out, tensor, out_splits, splits, *args):
-        sent[0] += tensor.nbytes * (1 - splits[world.rank] / sum(splits))
+        sent.append(tensor.nbytes * (1 - splits[world.rank] / sum(splits)))
         return bound(self, "alltoall_base")(out, tensor, out_splits, splits, *args)
 
     for name, replacement in zip(originals, (allreduce, allgather, alltoall), strict=True):
@@ -61,7 +64,7 @@ def fifty_steps(world: World, pairs: list[str]) -> dict[str, tuple[bool, bool, f
         report[pair] = (
             same_everywhere(world, trainer.weights()),
             all(finite),
-            sent[0],
+            sum(sent),
             stats.wire_bytes,
             stats.dense_bytes,
         )

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from commlib.handshake import publish_absence
-from commlib.hook import HookState, hook
+from commlib.hook import HookState
 from commlib.model import check_ddp
 from commlib.policy import Exact, Policy
 from commlib.route import Plan, Rules
 
 _EXACT = Exact()
+_attached: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def attach(ddp: DistributedDataParallel, compressor: Rules | Policy | Plan = _EXACT, **options: Any) -> HookState:
@@ -34,9 +36,12 @@ def attach(ddp: DistributedDataParallel, compressor: Rules | Policy | Plan = _EX
     """
     try:
         check_ddp(ddp)
+        if ddp in _attached:
+            raise ValueError("this DDP model is attached already: go on with what attach() returned, or wrap it anew")
     except (TypeError, ValueError) as e:
         publish_absence(getattr(ddp, "process_group", options.get("process_group") or dist.group.WORLD), e)
         raise
     state = HookState(ddp, compressor, **options)
-    ddp.register_comm_hook(state, hook)
+    state.follow(ddp)
+    _attached.add(ddp)
     return state

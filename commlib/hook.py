@@ -1,28 +1,26 @@
 """The communication hook: what it keeps between steps, and a step, bucket by bucket."""
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
-import dataclasses
 import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import commlib
 from commlib.backward import at_end_of_backward, wait
 from commlib.checkpoint import StateDict, from_state, to_state
-from commlib.collective import Rounds, lockstep
-from commlib.compressor import Memory
+from commlib.collective import AllReduce, Rounds
 from commlib.errors import PeerLost
-from commlib.exchange import EXCHANGES
-from commlib.exchange.item import Item, Seeds, World
+from commlib.exchange.item import World
 from commlib.exchange.valve import Throttle
 from commlib.factors.layers import FactorLayers
 from commlib.groups import check_limit, deadline, group_of, limited, make_sequencer, scopes, sibling
 from commlib.handshake import agree, answer_roll_call, meeting_place, publish_failure
-from commlib.hierarchy import share
-from commlib.levels import find, fit, two_levels
+from commlib.levels import find, fit
+from commlib.lookout import Buckets, Lookout, visible
 from commlib.loss_scale import LossScale
 from commlib.manager.board import Board
 from commlib.manager.manager import Manager
@@ -30,10 +28,10 @@ from commlib.manager.probe import Probe
 from commlib.memory import MemoryStore
 from commlib.model import inside, name_of, trained_parameters
 from commlib.pace import RateLimit
-from commlib.plain import PlainBuckets
 from commlib.policy import Exact, Policy
-from commlib.route import Plan, Route, Rules
+from commlib.route import Plan, Rules
 from commlib.setup import Setup, check_numbers
+from commlib.sorter import Sorter
 from commlib.stats import Meter, Stats
 from commlib.steps import Steps
 
@@ -92,13 +90,16 @@ class HookState:
             check_numbers(timeout, dense_steps=dense_steps, min_size=min_size, seed=seed)
             limit = RateLimit.of(limit)
             self._levels, about = find(hierarchy, self._group, self._key, self.world, timeout)
-            self._nodes = self.world.size if self._levels is None else self._levels.inter.size
             setup = Setup.of(module, self._group, compressor, min_size, self._levels)
             self._plan = fit(setup.plan, self._levels, about)
             lanes = scopes(setup.exchanges(), self._levels)
             check_limit(limit, setup.device, deadline(self._group, setup.device))
             self._scale = LossScale(scaler, module)
-            on, seeds = weakref.WeakMethod(self._with_factors), weakref.WeakMethod(self._row_seeds)
+            self._store = MemoryStore()
+            self._steps = Steps(self._store)
+            kept = {"dense_steps": dense_steps, "seed": seed}
+            self._sorter = Sorter(setup.specs, self.world, self._levels, self._store, self._steps, **kept)
+            on, seeds = weakref.WeakMethod(self._sorter.with_factors), weakref.WeakMethod(self._sorter.row_seeds)
             routes, watched = setup.row_routes(), setup.chosen_later
             self._factors = FactorLayers.of(module, setup.layers, self.world, on, seeds, routes, watched=watched)
         except Exception as e:
@@ -110,13 +111,8 @@ class HookState:
             terms |= self._factors.terms()
         agree(self._group, self._key, {**terms, **setup.terms()}, self.world, timeout)
         self._names = {id(p): n for n, p in trained_parameters(inside(module)).items()}
-        self._specs = {s.name: s for s in setup.specs}
-        self._dense_steps, self._seed, self._shadow = dense_steps, seed, False
-        self._meters = {s.name: Meter(s.device) for s in setup.specs}
-        self._store = MemoryStore()
-        self._steps = Steps(self._store)
-        self._plain = PlainBuckets()
-        self._remembers = self._plan.remembers()
+        self._dense_steps, self._shadow = dense_steps, False
+        self._lookout: Lookout | None = None
         self._lost_key = f"{self._key}/lost"
         self._throttle = Throttle(limit, limited(lanes) + (self._factors is not None))
         self._sequencer = make_sequencer(
@@ -132,7 +128,18 @@ class HookState:
             if setup.chosen_later:
                 board = Board(self._group, self._key, self.world, timeout)
                 probe = Probe(own, self.world, setup.device, limit, self._levels, self._sequencer.groups())
-                self._manager = Manager(setup, self._factors, board, probe, self.world, self._meters, about)
+                self._manager = Manager(setup, self._factors, board, probe, self.world, self._sorter.meters, about)
+
+    def follow(self, ddp: DistributedDataParallel) -> None:
+        """Have this DDP model exchange by this state: it gets the hook as soon as there is something for that to do.
+
+        Until then DDP goes on as if nothing were attached, and its exchanges are only counted (docs/adr/0012).
+        """
+        if self._idle() and self._group is ddp.process_group and visible(ddp):
+            self._lookout = Lookout(ddp, self._sorter.meters, self.world, self._fence, self._exchanged, (self, hook))
+            self._hook_if_needed()
+        else:
+            ddp.register_comm_hook(self, hook)
 
     # -- what a user calls ----------------------------------------------------------------------
 
@@ -155,8 +162,8 @@ class HookState:
         """Bytes and seconds since attach, on this rank. On CUDA waits for what was timed."""
         self._steps.settle()
         routes = {p.spec.name: (str(p.route), p.spec.numel) for p in self._plan}
-        sent, between = self._sequencer.wire_bytes, self._sequencer.inter_bytes
-        return Stats.of(self._steps.count, self._steps.skipped, sent, routes, self._meters, between)
+        steps, sent = self._steps, self._sequencer.wire_bytes + (self._lookout.sent if self._lookout else 0.0)
+        return Stats.of(steps.count, steps.skipped, sent, routes, self._sorter.meters, self._sequencer.inter_bytes)
 
     def state_dict(self) -> StateDict:
         """This rank's residuals and step count: copies in unscaled units, valid at any time between steps.
@@ -179,6 +186,7 @@ class HookState:
         self._steps.settle()
         count = from_state(state, self._plan, self._store, self.world, self._levels, drop_residuals=drop_residuals)
         self._steps.resume(count)
+        self._hook_if_needed()
 
     def discard_step(self) -> None:
         """Declares that the optimizer will not apply the step just exchanged: it leaves no trace in any residual.
@@ -192,16 +200,48 @@ class HookState:
         self._throttle.close()
         self._sequencer.close()
 
+    # -- without a hook -------------------------------------------------------------------------
+
+    def _idle(self) -> bool:
+        """Whether a hook would have nothing to do: all goes as it is, by the shortest way, and nothing is held back."""
+        return not (self._throttle.limit or self._levels) and self._store.empty and self._plan.plain
+
+    def _fence(self, meter: Meter) -> None:
+        """DDP has issued all it has to exchange, by itself. One value behind it shows who does not come.
+
+        DDP waits in C++, where nobody could say so.
+        """
+        self._steps.begin(remembers=False)
+        label, value = f"buckets of step {self._steps.count}", torch.zeros(1)
+        one = AllReduce(value, [(meter, value.nbytes)])
+        self._steps.submitted(self._sequencer.single(label, one, value), last=True)
+        self._wait()
+
+    def _exchanged(self, ended: float, buckets: Buckets) -> None:
+        """That exchange is through."""
+        if self._factors is not None:
+            self._factors.end_step()
+        if self._manager is not None:
+            self._manager.saw(ended, buckets)
+            self._replan()
+        self._hook_if_needed()
+
+    def _hook_if_needed(self) -> None:
+        if self._lookout is not None and not self._idle():
+            self._lookout.leave()
+        elif self._lookout is not None:
+            self._lookout.watch(self._manager is not None and self._manager.decision.watch)
+
     # -- a step, bucket by bucket ---------------------------------------------------------------
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Exchanges one bucket; DDP calls this (through :func:`hook`) in bucket order on every rank."""
         if bucket.index() == 0:
-            self._steps.begin(remembers=self._remembers or self._dense_steps > 0)
+            self._steps.begin(remembers=self._plan.remembers or self._dense_steps > 0)
             self._store.rescale(self._scale.now())
             self._shadow = not at_end_of_backward(self._finish)
         buffer = bucket.buffer()
-        plain = self._plain.find(bucket, self._plan) if self._store.empty else None
+        plain = self._sorter.plain(bucket, self._plan)
         names = [name_of(p, self._names) for p in bucket.parameters()] if plain is None else plain.names
         if self._manager is not None:
             self._manager.bucket(names)
@@ -209,7 +249,8 @@ class HookState:
         if plain is not None and not self._steps.watched:
             future = self._sequencer.single(label, plain.mean(buffer, self.world), buffer)
         else:
-            rounds = self._sorted(bucket, names) if plain is None else plain.rounds(buffer, self.world)
+            unsorted = bucket, names, self._plan, self._factors
+            rounds = self._sorter.rounds(*unsorted) if plain is None else plain.rounds(buffer, self.world)
             future = self._sequencer.submit(label, self._checked(rounds, buffer), buffer)
         self._steps.submitted(future, last=bucket.is_last())
         if bucket.is_last() and self._factors is not None:
@@ -225,9 +266,12 @@ class HookState:
         """
         if self._manager is not None:
             self._manager.backward_ended()
+        self._wait()
+        self._review()
+
+    def _wait(self) -> None:
         for future in self._steps.under_way():
             wait(future, self._meanwhile)
-        self._review()
 
     def _meanwhile(self) -> None:
         found = answer_roll_call(self._group, self._lost_key, self.world)
@@ -237,62 +281,18 @@ class HookState:
 
     def _review(self) -> None:
         """Between two steps: routes may change now. (A rank that has joined comes here once it has issued its part.)"""
-        if self._manager is not None and self._steps.complete and self._manager.exchanged():
-            self._plan = self._manager.plan(self._plan)
-            self._remembers = self._plan.remembers()
+        if self._steps.complete:
+            self._replan()
 
-    def _sorted(self, bucket: Any, names: list[str]) -> Rounds:
-        """The exchanges of a bucket, whose parameters may go by several routes."""
-        routes: dict[str, list[Item]] = {}
-        for name, grad in zip(names, bucket.gradients(), strict=True):
-            route = self._route(name)
-            routes.setdefault(route.exchange, []).append(self._item(name, route, grad))
-        if self._levels is not None:
-            return two_levels(routes, self._plan, self.world, self._levels)
-        if list(routes) == ["dense"]:
-            self._plain.note(bucket, self._plan, routes["dense"])
-        whole = bucket.buffer() if len(routes) == 1 else None
-        return lockstep([EXCHANGES[name].rounds(items, self.world, whole) for name, items in routes.items()])
+    def _replan(self) -> None:
+        """An exchange has come through: the manager may have another plan."""
+        if self._manager is not None and self._manager.exchanged():
+            self._plan = self._manager.plan(self._plan)
 
     def _checked(self, rounds: Rounds, buffer: Tensor) -> Rounds:
         yield from rounds
         if self._steps.watched:
             self._steps.check(buffer)
-
-    def _route(self, name: str) -> Route:
-        planned = self._plan.layers[name]
-        if self._steps.count < self._dense_steps:
-            return planned.dense
-        codec = planned.route.codec.at(self._steps.count - self._dense_steps)
-        return planned.route if codec is planned.route.codec else Route(planned.route.exchange, codec)
-
-    def _with_factors(self) -> bool:
-        """Whether the step whose forward pass is under way exchanges factors: it is past the dense ones."""
-        if self._dense_steps:
-            self._steps.settle()
-        return self._steps.count >= self._dense_steps
-
-    def _row_seeds(self, layer: str, /) -> Seeds:
-        self._steps.settle()
-        return Seeds(self._seed, self._steps.count, layer)
-
-    def _item(self, name: str, route: Route, grad: Tensor) -> Item:
-        spec, codec, meter = self._specs[name], route.codec, self._meters[name]
-        if spec.dtype != grad.dtype:  # DDP's mixed precision reduces in another dtype
-            spec = dataclasses.replace(spec, dtype=grad.dtype)
-        meter.would_send(spec.nbytes, self.world.size)
-        part = share(self._plan.layers[name].route, spec, self.world, self._levels)
-        owner = Memory({}, {})
-        stripe = route.carrier().owned(codec, part.spec, part.world)
-        if stripe is not None:
-            owner = self._store.owner(spec, codec.slots(stripe.spec), part.start + stripe.start)
-        memory = self._store.memory(spec, codec.slots(part.spec), prefix=part.prefix, start=part.start)
-        trip = None
-        if route.by_rows and self._factors is not None and spec.layer is not None:
-            trip = self._factors.trip(spec.layer)
-        if self._store.drain(spec, grad, self.world.size, self._nodes) and trip is not None:
-            trip.late = True  # what was added is in no rows
-        return Item(spec, codec, grad, memory, Seeds(self._seed, self._steps.count, name), meter, owner, trip)
 
 
 def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]

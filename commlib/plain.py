@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from commlib.collective import AllReduce, Payers, Rounds
-from commlib.compressor import Compressor
 from commlib.exchange import dense
 from commlib.exchange.item import Item, World
-from commlib.route import Plan, Route
+from commlib.route import Plan
 from commlib.stats import Meter
 
 
@@ -78,7 +77,7 @@ class PlainBuckets:
         """
         self._known.pop(bucket.index(), None)
         names = [item.spec.name for item in items]
-        if any(item.memory.old for item in items) or not all(_stays_plain(plan.layers[n].route) for n in names):
+        if any(item.memory.old for item in items) or not all(plan.layers[n].route.plain for n in names):
             return
         payers = [(self._meter(items), sum(item.spec.nbytes for item in items))]
         parameters = [id(p) for p in bucket.parameters()]
@@ -87,12 +86,6 @@ class PlainBuckets:
     def _meter(self, items: Sequence[Item]) -> Meter:
         key = tuple(item.spec.name for item in items)
         if key not in self._meters:
-            whole = self._meters[key] = Meter(items[0].spec.device)
-            values = sum(item.spec.numel for item in items)
-            for item in items:
-                item.meter.has_share(whole, item.spec.numel / values)
+            parts = [(item.meter, item.spec.numel) for item in items]
+            self._meters[key] = Meter.of_all(items[0].spec.device, parts)
         return self._meters[key]
-
-
-def _stays_plain(route: Route) -> bool:
-    return route.exchange == "dense" and route.codec.lossless and type(route.codec).at is Compressor.at

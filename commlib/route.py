@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import importlib
 import math
 import os
@@ -46,6 +47,11 @@ class Route:
     def by_rows(self) -> bool:
         """Whether the rows that a gradient is made of travel, and not the gradient (:mod:`commlib.factors`)."""
         return self.exchange in BY_ROWS
+
+    @property
+    def plain(self) -> bool:
+        """Whether gradients go as they are, in every step: as without a hook."""
+        return self.exchange == "dense" and self.codec.lossless and type(self.codec).at is Compressor.at
 
     def refuse(self, spec: LayerSpec) -> str | None:
         """Why this pair cannot carry this layer, or None."""
@@ -162,6 +168,12 @@ class Plan:
         """The same plan, with one more thing to say about it, and with so many ranks on a node."""
         return dataclasses.replace(self, about="; ".join(filter(None, [self.about, about])), local=local)
 
+    @functools.cached_property
+    def plain(self) -> bool:
+        """Whether all layers go as they are, as without a hook."""
+        return all(p.route.plain for p in self)
+
+    @functools.cached_property
     def remembers(self) -> bool:
         """Whether any route keeps something from step to step."""
         return any(p.route.codec.slots(p.spec) or p.route.codec.random for p in self)

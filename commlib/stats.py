@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,8 +91,17 @@ class Meter:
         self._sent = self._dense = 0.0
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._shares: list[tuple[Meter, float]] = []
+        self.device = device
         self._cuda = device.type == "cuda"
         self._events: list[tuple[str, Any, Any]] = []
+
+    @classmethod
+    def of_all(cls, device: torch.device, parts: Sequence[tuple[Meter, int]]) -> Meter:
+        """One count for many layers, in which each has a share by its number of values."""
+        whole, values = cls(device), sum(n for _, n in parts)
+        for meter, n in parts:
+            meter.has_share(whole, n / values)
+        return whole
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

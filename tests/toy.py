@@ -54,18 +54,30 @@ class Trainer:
         rule: what is attached.
         cap: DDP's bucket_cap_mb; the default makes several buckets.
         scaler: used for the loss, and told to the hook.
+        style: "attach", or "register": PyTorch's own, with a hook though it may have nothing to do.
         **options: of ``attach``; by default no layer is too small to compress.
     """
 
     def __init__(
-        self, world: World, rule: Any, *, cap: float = 0.005, scaler: torch.amp.GradScaler | None = None, **options: Any
+        self,
+        world: World,
+        rule: Any,
+        *,
+        cap: float = 0.005,
+        scaler: torch.amp.GradScaler | None = None,
+        style: str = "attach",
+        **options: Any,
     ) -> None:
         self.world, self.scaler = world, scaler
         self.module = model()
         self.ddp = DistributedDataParallel(self.module, bucket_cap_mb=cap)
         self.comm: Any = None
         if rule is not None:
-            self.comm = commlib.attach(self.ddp, rule, scaler=scaler, **{"min_size": 0, **options})
+            options = {"min_size": 0, "scaler": scaler, **options}
+            made = commlib.attach if style == "attach" else commlib.HookState
+            self.comm = made(self.ddp, rule, **options)
+            if style == "register":
+                self.ddp.register_comm_hook(self.comm, commlib.hook)
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.05, momentum=0.9)
         self.step = 0
 

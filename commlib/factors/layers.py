@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ from commlib.exchange.item import Seeds, World
 from commlib.factors.order import Order
 from commlib.factors.tap import Tap
 from commlib.factors.trip import Habit, Trip
+from commlib.forward import before_forward
 from commlib.model import linear_layers
 from commlib.route import Route
 
@@ -157,7 +158,7 @@ class FactorLayers:
         owner = weakref.proxy(self)  # or model, taps and hook would keep each other alive
         self._taps = {name: Tap(name, module, owner, traced=traced) for name, module in self._modules.items()}
         self._fit()
-        self._before = ddp.register_forward_pre_hook(_Begin(weakref.ref(self)))
+        self._before = before_forward(ddp, self)
 
     def remove(self) -> None:
         """Make the layers plain again; more than once does no harm."""
@@ -259,25 +260,6 @@ class FactorLayers:
         tap.foreign = False
         self._issued.add(name)
         self._trip(name).start(tap.take(), dirty, self._group)
-
-
-class _Begin:
-    """The DDP model's forward pre-hook; copying the model copies it without what it points at."""
-
-    def __init__(self, layers: weakref.ref[FactorLayers]) -> None:
-        self._layers = layers
-
-    def __call__(self, ddp: DistributedDataParallel, inputs: Sequence[Any]) -> None:
-        layers = self._layers()
-        if layers is not None:
-            layers.begin(bool(ddp.require_backward_grad_sync))
-
-    def __reduce__(self) -> Any:
-        return _nothing, ()
-
-
-def _nothing() -> Callable[[Any, Any], None]:
-    return lambda module, inputs: None
 
 
 def _has_gradient(grad: Tensor | None) -> bool:

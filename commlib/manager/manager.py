@@ -83,6 +83,12 @@ class Manager:
         """But the exchange has not."""
         self._sheet.backward_ended()
 
+    def saw(self, ended: float, buckets: Sequence[tuple[float, tuple[str, ...]]]) -> None:
+        """What the hook would have told of an exchange that DDP has made by itself; :func:`time.perf_counter`."""
+        for at, names in buckets:
+            self._sheet.bucket(names, at)
+        self._sheet.backward_ended(ended)
+
     def exchanged(self) -> bool:
         """Everything of this step has come through. At a review, waits for all ranks.
 

@@ -53,23 +53,23 @@ class Sheet:
         if self._begun is None:
             self._begun = self._clock()
 
-    def bucket(self, layers: tuple[str, ...]) -> None:
-        """DDP hands over a bucket; ``layers`` names its parameters."""
-        self._step.buckets.append((self._now(), layers))
+    def bucket(self, layers: tuple[str, ...], at: float | None = None) -> None:
+        """DDP hands over a bucket, now or when the clock was ``at``; ``layers`` names its parameters."""
+        self._step.buckets.append((self._since(at), layers))
 
     def rows(self, layer: str, count: int) -> None:
         """The backward pass has come to a linear layer."""
-        self._step.seen[layer] = self._now()
+        self._step.seen[layer] = self._since()
         self._step.rows[layer] = self._step.rows.get(layer, 0) + count
 
-    def backward_ended(self) -> None:
-        """But the exchange has not."""
-        self._step.end = self._now()
+    def backward_ended(self, at: float | None = None) -> None:
+        """But the exchange has not; now or then."""
+        self._step.end = self._since(at)
 
     def end(self) -> None:
         """Everything has been exchanged."""
         if self._begun is not None:
-            self._step.span = self._now()
+            self._step.span = self._since()
             self._step.rest = self._begun - self._ended if self._ended is not None else 0.0
             self.steps.append(self._step)
         self._ended, self._begun, self._step = self._clock(), None, Step()
@@ -83,8 +83,10 @@ class Sheet:
         steps, self.steps = self.steps, []
         return steps
 
-    def _now(self) -> float:
-        return 0.0 if self._begun is None else self._clock() - self._begun
+    def _since(self, at: float | None = None) -> float:
+        if self._begun is None:
+            return 0.0
+        return (self._clock() if at is None else at) - self._begun
 
 
 @dataclasses.dataclass(frozen=True)

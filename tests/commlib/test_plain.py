@@ -23,16 +23,23 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 4))
 
 
+def hooked(ddp: DistributedDataParallel, rule: Any, **options: Any) -> HookState:
+    """Attached in PyTorch's own style: so with a hook, though it may have nothing to do."""
+    state = HookState(ddp, rule, min_size=0, **options)
+    ddp.register_comm_hook(state, commlib.hook)
+    return state
+
+
 class Watch:
     """How many buckets have been sorted."""
 
     def __init__(self, comm: HookState) -> None:
-        self.sorted, self._sort = 0, comm._sorted
-        vars(comm)["_sorted"] = self
+        self.sorted, self._sort = 0, comm._sorter.rounds
+        vars(comm._sorter)["rounds"] = self
 
-    def __call__(self, bucket: Any, names: list[str]) -> Any:
+    def __call__(self, *args: Any) -> Any:
         self.sorted += 1
-        return self._sort(bucket, names)
+        return self._sort(*args)
 
 
 def batch(world: World, step: int) -> tuple[Tensor, Tensor]:
@@ -57,7 +64,7 @@ def equal(a: nn.Module, b: nn.Module) -> bool:
 
 def counted(world: World, rule: Any, options: dict[str, Any]) -> tuple[list[int], bool]:
     ours, plain = (DistributedDataParallel(model(), bucket_cap_mb=0.005) for _ in range(2))
-    comm = commlib.attach(ours, rule, min_size=0, **options)
+    comm = hooked(ours, rule, **options)
     watch, seen = Watch(comm), []
     for step in range(6):
         train(ours, world, range(step, step + 1))
@@ -98,7 +105,7 @@ def drained(world: World) -> tuple[bool, int, int]:
     comm.close()
     again = DistributedDataParallel(model(), bucket_cap_mb=0.005)
     again.load_state_dict(first.state_dict())
-    comm = commlib.attach(again, "none", min_size=0)
+    comm = hooked(again, "none")
     train(again, world, range(4, 6))  # the buckets are known
     comm.load_state_dict(state)
     watch = Watch(comm)
@@ -120,7 +127,7 @@ def test_what_was_held_back_is_drained_from_plain_buckets_too(fleet: Fleet) -> N
 def waited_for(world: World) -> tuple[list[str], float, float]:
     """Buckets of known plain steps that a lane waited for; seconds and bytes of these steps."""
     ddp = DistributedDataParallel(model(), bucket_cap_mb=0.005)
-    comm = commlib.attach(ddp, "none", min_size=0)
+    comm = hooked(ddp, "none")
     train(ddp, world, range(3))
     lanes: list[str] = []
     finish = comm._sequencer._finish_round
@@ -148,7 +155,7 @@ def test_a_plain_bucket_ends_without_a_lane_and_is_counted_all_the_same(fleet: F
 def replanned(world: World) -> tuple[list[int], int, float, float]:
     """Under ten plans that say the same: shares of each layer's meter in buckets' ones, and what was counted."""
     ddp = DistributedDataParallel(model(), bucket_cap_mb=0.005)
-    comm = commlib.attach(ddp, "none", min_size=0)
+    comm = hooked(ddp, "none")
     watch = Watch(comm)
     for step in range(20):
         if step % 2 == 0:
@@ -156,7 +163,7 @@ def replanned(world: World) -> tuple[list[int], int, float, float]:
         train(ddp, world, range(step, step + 1))
     stats = comm.stats()
     comm.close()
-    shares = [len(meter._shares) for meter in comm._meters.values()]
+    shares = [len(meter._shares) for meter in comm._sorter.meters.values()]
     return shares, watch.sorted, stats.wire_bytes, sum(layer.wire_bytes for layer in stats.layers.values())
 
 

@@ -54,7 +54,7 @@ def fifty_steps(world: World, pairs: list[str]) -> dict[str, tuple[bool, bool, f
     report = {}
     for pair in pairs:
         with counted(world) as sent:
-            trainer = Trainer(world, pair)
+            trainer = Trainer(world, pair, style="register")
             finite = trainer.train(50)
             stats = trainer.comm.stats()
             trainer.close()
@@ -88,12 +88,12 @@ def test_replicas_are_bitwise_equal_after_50_steps_and_bytes_at_the_process_grou
 
 def dense_and_plain(world: World, cap: float) -> bool:
     results = []
-    for rule in (None, "none"):
-        trainer = Trainer(world, rule, cap=cap)
+    for rule, style in ((None, ""), ("none", "attach"), ("none", "register")):
+        trainer = Trainer(world, rule, cap=cap, style=style)
         trainer.train(8)
         trainer.close()
         results.append(trainer.weights())
-    return torch.equal(*results)
+    return torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -126,7 +126,7 @@ def test_one_bit_sends_at_least_25_times_less_on_big_layers_and_31_times_with_on
 
 
 def delayed(world: World, rule: str | dict[str, str], repetitions: int) -> tuple[bool, bool]:
-    unchanged, equal, naps = through_delays(lambda: Trainer(world, rule, cap=0.001), repetitions)
+    unchanged, equal, naps = through_delays(lambda: Trainer(world, rule, cap=0.001, style="register"), repetitions)
     assert naps > 3 * repetitions  # the delays were really there, in more than one bucket
     return unchanged, equal
 

@@ -1,0 +1,117 @@
+"""A bucket's exchanges: its parameters, each with its route in the step under way and what its codec remembers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from commlib.collective import Rounds, lockstep
+from commlib.compressor import LayerSpec, Memory
+from commlib.exchange import EXCHANGES
+from commlib.exchange.item import Item, Seeds, World
+from commlib.factors.layers import FactorLayers
+from commlib.hierarchy import Hierarchy, share
+from commlib.levels import two_levels
+from commlib.memory import MemoryStore
+from commlib.plain import PlainBucket, PlainBuckets
+from commlib.route import Plan, Route
+from commlib.stats import Meter
+from commlib.steps import Steps
+
+
+class Sorter:
+    """Makes exchanges of buckets.
+
+    Args:
+        specs: of all trained parameters.
+        world: this rank.
+        levels: nodes, if there are some.
+        store: what codecs remember.
+        steps: the step under way.
+        dense_steps: the first so many steps go uncompressed.
+        seed: of the random codecs.
+
+    Attributes:
+        meters: of the parameters, by name.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[LayerSpec],
+        world: World,
+        levels: Hierarchy | None,
+        store: MemoryStore,
+        steps: Steps,
+        *,
+        dense_steps: int,
+        seed: int,
+    ) -> None:
+        self._specs = {s.name: s for s in specs}
+        self._world, self._levels, self._store, self._steps = world, levels, store, steps
+        self._plain = PlainBuckets()
+        self.meters = {s.name: Meter(s.device) for s in specs}
+        self._nodes = world.size if levels is None else levels.inter.size
+        self._dense_steps, self._seed = dense_steps, seed
+
+    def plain(self, bucket: Any, plan: Plan) -> PlainBucket | None:
+        """What is known of a bucket that need not be sorted: all of it goes as it is, and nothing is held back."""
+        return self._plain.find(bucket, plan) if self._store.empty else None
+
+    def rounds(self, bucket: Any, names: Sequence[str], plan: Plan, factors: FactorLayers | None) -> Rounds:
+        """The exchanges of a bucket, whose parameters may go by several routes.
+
+        Args:
+            bucket: DDP's.
+            names: of its parameters.
+            plan: in force.
+            factors: where rows are caught, if they are.
+        """
+        routes: dict[str, list[Item]] = {}
+        for name, grad in zip(names, bucket.gradients(), strict=True):
+            route = self._route(plan, name)
+            routes.setdefault(route.exchange, []).append(self._item(plan, name, route, grad, factors))
+        if self._levels is not None:
+            return two_levels(routes, plan, self._world, self._levels)
+        if list(routes) == ["dense"]:
+            self._plain.note(bucket, plan, routes["dense"])
+        whole = bucket.buffer() if len(routes) == 1 else None
+        return lockstep([EXCHANGES[name].rounds(items, self._world, whole) for name, items in routes.items()])
+
+    def with_factors(self) -> bool:
+        """Whether the step whose forward pass is under way exchanges factors: it is past the dense ones."""
+        if self._dense_steps:
+            self._steps.settle()
+        return self._steps.count >= self._dense_steps
+
+    def row_seeds(self, layer: str, /) -> Seeds:
+        """Of a linear layer's codec, for the rows of the step under way."""
+        self._steps.settle()
+        return Seeds(self._seed, self._steps.count, layer)
+
+    def _route(self, plan: Plan, name: str) -> Route:
+        planned, step = plan.layers[name], self._steps.count
+        if step < self._dense_steps:
+            return planned.dense
+        codec = planned.route.codec.at(step - self._dense_steps)
+        return planned.route if codec is planned.route.codec else Route(planned.route.exchange, codec)
+
+    def _item(self, plan: Plan, name: str, route: Route, grad: Tensor, factors: FactorLayers | None) -> Item:
+        spec, codec, meter = self._specs[name], route.codec, self.meters[name]
+        if spec.dtype != grad.dtype:  # DDP's mixed precision reduces in another dtype
+            spec = dataclasses.replace(spec, dtype=grad.dtype)
+        meter.would_send(spec.nbytes, self._world.size)
+        part = share(plan.layers[name].route, spec, self._world, self._levels)
+        owner = Memory({}, {})
+        stripe = route.carrier().owned(codec, part.spec, part.world)
+        if stripe is not None:
+            owner = self._store.owner(spec, codec.slots(stripe.spec), part.start + stripe.start)
+        memory = self._store.memory(spec, codec.slots(part.spec), prefix=part.prefix, start=part.start)
+        trip = None
+        if route.by_rows and factors is not None and spec.layer is not None:
+            trip = factors.trip(spec.layer)
+        if self._store.drain(spec, grad, self._world.size, self._nodes) and trip is not None:
+            trip.late = True  # what was added is in no rows
+        return Item(spec, codec, grad, memory, Seeds(self._seed, self._steps.count, name), meter, owner, trip)

@@ -41,9 +41,12 @@ bench: $(READY)  ## measure link, codecs, exchanges and training on emulated hos
 
 # The wheel goes into a venv of its own that borrows the dependencies from .venv but not the editable
 # install (Python reads no .pth file of a folder that a .pth file names). The tests are copied away
-# from the sources: whatever they import is the wheel's or is not there. Few examples of each property will do:
-# what is right is for `make test` to say, what is missing for this.
-wheel-test: $(READY)  ## build the wheel and run the fast tests against it, away from the checkout
+# from the sources: whatever they import is the wheel's or is not there. Every module is imported; then the fast tests
+# run of all that is read at run time (entry points, commands, pages) or meets a user, with few examples of each
+# property: what is right is for `make test` to say, what is missing for this.
+WHEEL_TESTS := $(patsubst %,tests/commlib/test_%.py,cli doctor exports plan_file registry third_party) tests/bench/page tests/bench/plan
+
+wheel-test: $(READY)  ## build the wheel, and run fast tests against it, away from the checkout
 	@rm -rf $(WHEEL) build/lib
 	@echo "building the wheel"
 	@$(BIN)/python -m build --wheel --no-isolation --outdir $(WHEEL)/dist . > $(WHEEL).log 2>&1 || { cat $(WHEEL).log; exit 1; }
@@ -53,12 +56,14 @@ wheel-test: $(READY)  ## build the wheel and run the fast tests against it, away
 		$(BIN)/python -c "$$site" > "$$($(WHEEL)/venv/bin/python -c "$$site")/dependencies.pth"
 	@mkdir $(WHEEL)/elsewhere && cp -r pyproject.toml README.md CONTRIBUTING.md docs examples tests $(WHEEL)/elsewhere/
 	@cd $(WHEEL)/elsewhere && export PYTHONSAFEPATH=1 && \
-		../venv/bin/python -c 'import sys, commlib.bench, commlib.compressors, commlib.transports; \
-		from pathlib import Path; found = [Path(m.__file__) for n, m in sys.modules.items() if n.startswith("commlib")]; \
+		../venv/bin/python -c 'import importlib, pkgutil, sys, commlib; from pathlib import Path; \
+		names = [m.name for m in pkgutil.walk_packages(commlib.__path__, "commlib.") if not m.name.endswith("__main__")]; \
+		found = [Path(importlib.import_module(n).__file__) for n in names]; \
 		stray = [str(p) for p in found if Path(sys.prefix) not in p.parents]; \
 		sys.exit(f"not from the wheel: {stray}" if stray else None)' && \
 		../venv/bin/commlib doctor && \
-		../venv/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not checkout" --hypothesis-profile=few $(ARGS)
+		../venv/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not checkout" --hypothesis-profile=few \
+		$(WHEEL_TESTS) $(ARGS)
 
 clean:  ## remove what was built, and the caches; .venv stays
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -38,6 +38,7 @@ def visible(ddp: DistributedDataParallel) -> bool:
         ddp.find_unused_parameters,
         ddp.static_graph,
         ddp.mixed_precision,
+        ddp._join_config.enable,
         getattr(ddp, "_use_python_reducer", False),
         getattr(ddp, "_delay_all_reduce_all_params", False),
     )
@@ -131,7 +132,7 @@ class Lookout:
     def begin(self, syncing: bool) -> None:
         """As :meth:`commlib.forward.Beginner.begin`."""
         if torch.is_grad_enabled():
-            self._expected, self._queued = syncing, False
+            self._expected, self._queued = self._expected or syncing, False  # DDP, too, expects it until it comes
             self._ready.clear()
 
     def ready(self, name: str) -> None:

@@ -170,6 +170,13 @@ def no_sync_outside_backward(ddp: DistributedDataParallel, x: Tensor) -> int:
     return 1
 
 
+def given_up_before_no_sync(ddp: DistributedDataParallel, x: Tensor) -> int:
+    ddp(x)
+    with ddp.no_sync():
+        ddp(x).sum().backward()  # DDP exchanges here, for the pass before has asked for it
+    return 1
+
+
 def twice_through_one_graph(ddp: DistributedDataParallel, x: Tensor) -> int:
     y = ddp(x).sum()
     y.backward(retain_graph=True)
@@ -202,7 +209,7 @@ def broken_off(ddp: DistributedDataParallel, x: Tensor) -> int:
     return 1
 
 
-def frozen_for_a_while(ddp: DistributedDataParallel, x: Tensor) -> int:
+def past_ddp(ddp: DistributedDataParallel, x: Tensor) -> int:
     ddp.module(x).sum().backward()  # not through DDP: no exchange
     return 0
 
@@ -211,15 +218,19 @@ WAYS: list[Callable[[DistributedDataParallel, Tensor], int]] = [
     accumulated,
     evaluated_in_between,
     no_sync_outside_backward,
+    given_up_before_no_sync,
     twice_through_one_graph,
     two_forward_passes,
     only_the_inputs,
     broken_off,
-    frozen_for_a_while,
+    past_ddp,
 ]
 
 
-def counted(world: World) -> dict[str, tuple[int, int, bool]]:
+OF_THEIR_OWN = {w.__name__ for w in (twice_through_one_graph, past_ddp)}  # gradients after it
+
+
+def counted(world: World) -> dict[str, tuple[int, int, bool, bool]]:
     found = {}
     for way in WAYS:
         ours, plain = wrapped(), wrapped()
@@ -230,7 +241,8 @@ def counted(world: World) -> dict[str, tuple[int, int, bool]]:
             way(plain, batch(world, i))
         grads = [[p.grad for p in m.parameters()] for m in (ours, plain)]
         same = all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(*grads, strict=True))
-        found[way.__name__] = (comm.stats().steps, expected, same)
+        flat = torch.cat([p.grad.reshape(-1) for p in plain.parameters() if p.grad is not None])
+        found[way.__name__] = (comm.stats().steps, expected, same, same_everywhere(world, flat))
         comm.close()
     return found
 
@@ -239,9 +251,10 @@ def counted(world: World) -> dict[str, tuple[int, int, bool]]:
 def test_exchanges_are_counted_as_ddp_makes_them(fleet: Fleet) -> None:
     for found in fleet.run(2, counted):
         assert len(found) == len(WAYS)
-        for way, (steps, expected, same) in found.items():
+        for way, (steps, expected, same, exchanged) in found.items():
             assert steps == expected, way
             assert same, way
+            assert exchanged == (way not in OF_THEIR_OWN), way
 
 
 # -- from DDP to the hook -----------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commlib
 from commlib.backward import at_end_of_backward, wait
 from commlib.checkpoint import StateDict, from_state, to_state
-from commlib.collective import AllReduce, Rounds
+from commlib.collective import Rounds
 from commlib.errors import PeerLost
 from commlib.exchange.item import World
 from commlib.exchange.valve import Throttle
@@ -20,7 +20,7 @@ from commlib.factors.layers import FactorLayers
 from commlib.groups import check_limit, deadline, group_of, limited, make_sequencer, scopes, sibling
 from commlib.handshake import agree, answer_roll_call, meeting_place, publish_failure
 from commlib.levels import find, fit
-from commlib.lookout import Buckets, Lookout, visible
+from commlib.lookout import Buckets, Fence, Lookout, visible
 from commlib.loss_scale import LossScale
 from commlib.manager.board import Board
 from commlib.manager.manager import Manager
@@ -213,7 +213,7 @@ class HookState:
         """
         self._steps.begin(remembers=False)
         label, value = f"buckets of step {self._steps.count}", torch.zeros(1)
-        one = AllReduce(value, [(meter, value.nbytes)])
+        one = Fence(value, [(meter, value.nbytes)])
         self._steps.submitted(self._sequencer.single(label, one, value), last=True)
         self._wait()
 

@@ -12,6 +12,7 @@ the pass, and there another: which comes behind DDP's own, at whose end everythi
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 import weakref
@@ -23,6 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commlib.backward import at_end_of_backward
+from commlib.collective import AllReduce
 from commlib.exchange.item import World
 from commlib.forward import before_forward
 from commlib.model import check_ddp, trained_parameters
@@ -51,6 +53,15 @@ def reduced_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
     """Name → parameter of all that DDP reduces, in the order of its own list."""
     ignored = {id(p) for name, p in ddp.module.named_parameters() if name in ddp.parameters_to_ignore}
     return {name: p for name, p in trained_parameters(ddp.module).items() if id(p) not in ignored}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fence(AllReduce):
+    """Its value is nobody's gradient, and not counted."""
+
+    def wire_bytes(self, world: int) -> float:
+        """As :meth:`AllReduce.wire_bytes`."""
+        return 0.0
 
 
 class Lookout:

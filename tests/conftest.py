@@ -19,7 +19,7 @@ from hypothesis import settings
 from commlib.bench.lab import Lab, unavailable
 from commlib.cli import main
 from fleet import PIDS, Fleet
-from turns import turn
+from turns import shares, turn
 
 _PATIENCE = 5.0  # seconds that what a test started may take to go away by itself
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # Python keeps them until it exits
@@ -43,7 +43,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    alone = [item.path if item.get_closest_marker("alone") is not None else None for item in items]
+    items[:] = shares(items, alone, workers)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device: torch.cuda.is_available() is False")

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import turns
 
@@ -76,3 +78,18 @@ def test_one_that_dies_leaves_no_lock_behind(room: Path) -> None:
     other = Guest(room, "alone")
     assert other.says() == "in"
     other.leave()
+
+
+@given(st.lists(st.one_of(st.none(), st.integers(0, 5)), max_size=60), st.integers(1, 4))
+def test_in_every_share_those_that_are_alone_come_first_and_modules_stay_together(
+    alone: list[int | None], workers: int
+) -> None:
+    order = turns.shares(list(range(len(alone))), alone, workers)
+    assert sorted(order) == list(range(len(alone)))
+    rest, homes, fits = [alone[t] for t in order], dict[int | None, int](), True
+    for i in range(workers):  # as xdist hands them out
+        share, rest = rest[: len(rest) // (workers - i)], rest[len(rest) // (workers - i) :]
+        apart = [m for m in share if m is not None]
+        fits = fits and (len(apart) < len(share) or not share)  # otherwise they may reach into the next share
+        assert not fits or share[: len(apart)] == apart
+        assert not fits or all(homes.setdefault(m, i) == i for m in apart)

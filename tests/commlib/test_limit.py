@@ -46,7 +46,7 @@ RULES: list[Any] = [
 def both(world: World, rules: list[Any]) -> list[tuple[float, bool, float, float]]:
     found = []
     for rule in rules:
-        trainers = [Trainer(world, rule, limit=limit, style="register") for limit in (None, FAST)]
+        trainers = [Trainer(world, rule, limit=limit) for limit in (None, FAST)]
         for t in trainers:
             t.train(12)
         free, limited = (t.weights() for t in trainers)

@@ -138,8 +138,7 @@ def test_dense_has_no_hook_equals_ddp_bit_for_bit_and_counts_what_a_hook_would(f
         assert found["equal"]
         assert found["steps"] == (6, 6)
         sent, by_hook, dense, dense_by_hook = found["bytes"]
-        assert by_hook == dense == dense_by_hook > 0
-        assert sent == by_hook + round(6 * 2 * 2 / 3 * 4)  # and one value a step, which shows who does not come
+        assert sent == by_hook == dense == dense_by_hook > 0
         assert abs(found["layers"] - sent) <= 6
         assert found["discarded"] == (5, 1)
 

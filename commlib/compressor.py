@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from commlib.layer import Kind as Kind
 from commlib.layer import LayerSpec as LayerSpec
+from commlib.slots import Carry as Carry
 from commlib.slots import Memory as Memory
 from commlib.slots import Slot as Slot
 from commlib.slots import init_slot as init_slot
@@ -72,10 +74,16 @@ class Compressor(ABC):
     def decode(self, payload: Tensor, out: Tensor, *, add: bool, scale: float, seed: int) -> None:
         """Write (or add) ``scale`` times the decoded values to ``out`` (contiguous, dtype as in encode)."""
 
-    def encode_feedback(self, v: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
-        """Encode ``v`` and leave in ``v`` what was *not* sent. Fused codecs override this."""
+    def encode_feedback(self, x: Tensor, carry: Carry, payload: Tensor, *, memory: Memory, seed: int) -> None:
+        """Encode x + carry.old, and leave in carry.new what was *not* sent of it. Fused codecs override this."""
+        v = torch.add(x, carry.old, out=carry.new)
         self.encode(v, payload, memory=memory, seed=seed)
         self.decode(payload, v, add=True, scale=-1.0, seed=seed)
+
+    def decode_sum(self, payloads: Tensor, out: Tensor, *, scale: float, seeds: Sequence[int]) -> None:
+        """Write ``scale`` times the sum of what payloads, shape (P, nbytes), decode to, added in their order."""
+        for p, payload in enumerate(payloads):
+            self.decode(payload, out, add=p > 0, scale=scale, seed=seeds[p])
 
     def slots(self, spec: LayerSpec) -> dict[str, Slot]:
         """What it must remember for a layer; nothing by default."""
@@ -100,6 +108,10 @@ class Compressor(ABC):
     def at(self, step: int) -> Compressor:
         """The configuration in force at a step, for codecs with a schedule."""
         return self
+
+    def kernels(self, like: Tensor) -> str:
+        """Which implementation runs for tensors like this one: ``reference``, ``numba``, ``triton``, or torch's own."""
+        return "torch"
 
     def dense_form(self) -> Compressor | None:
         """The codec for layers and steps sent uncompressed under its rule; None is the identity."""
@@ -142,7 +154,30 @@ class Compressor(ABC):
             TypeError, ValueError: as :meth:`compress`.
         """
         self._check(out, payload, LayerSpec.of(out), seed if self.shared_seed else 0)
-        self.decode(payload, out, add=add, scale=scale, seed=seed or 0)
+        self.decode(payload, out, add=add, scale=float(scale), seed=seed or 0)
+
+    def decompress_sum(
+        self, payloads: Tensor, out: Tensor, *, scale: float = 1.0, seeds: Sequence[int] | None = None
+    ) -> None:
+        """Decode the payloads of several ranks and write their sum, equal to the last bit to adding them one by one.
+
+        Args:
+            payloads: uint8, shape (P, nbytes), each row at an 8-byte boundary: rows of a gathered buffer may be longer.
+            out: overwritten.
+            scale: factor applied to the decoded values.
+            seeds: those used to compress, needed if ``shared_seed``.
+
+        Raises:
+            TypeError, ValueError: as :meth:`compress`, or there is no payload.
+        """
+        rows = len(payloads) if payloads.dim() == 2 else 0
+        if not rows or (rows > 1 and payloads.numel() and payloads.stride(0) % 8):
+            raise ValueError(
+                f"payloads of {self} must be at least one row of bytes at 8-byte boundaries, got shape "
+                f"{tuple(payloads.shape)} strides {payloads.stride()}"
+            )
+        self._check(out, payloads[0], LayerSpec.of(out), (seeds[0] if seeds else None) if self.shared_seed else 0)
+        self.decode_sum(payloads, out, scale=float(scale), seeds=seeds or [0] * len(payloads))
 
     def _check(self, x: Tensor, payload: Tensor, spec: LayerSpec, seed: int | None) -> None:
         if not self.lossless and x.dtype != torch.float32:
@@ -244,8 +279,8 @@ class Blockwise(Compressor):
 
 def store(values: Tensor, out: Tensor, *, add: bool, scale: float) -> None:
     """The last line of most decoders: ``out = scale·values`` or ``out += scale·values``."""
-    flat = out.view(-1)
+    flat, scaled = out.view(-1), values.view(-1) * scale  # two roundings: add_(…, alpha) has one on some devices
     if add:
-        flat.add_(values.view(-1), alpha=scale)
+        flat.add_(scaled)
     else:
-        torch.mul(values.view(-1), scale, out=flat)
+        flat.copy_(scaled)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from commlib.compressor import Compressor, LayerSpec, Memory, Slot
+from commlib.compressor import Carry, Compressor, LayerSpec, Memory, Slot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +36,14 @@ class ErrorFeedback(Compressor):
         return {"residual": Slot(spec.shape), **self.inner.slots(spec)}
 
     def encode(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
-        v = torch.add(x, memory.old["residual"], out=memory.new["residual"])
-        self.inner.encode_feedback(v, payload, memory=memory, seed=seed)
+        carry = Carry(memory.old["residual"], memory.new["residual"])
+        self.inner.encode_feedback(x, carry, payload, memory=memory, seed=seed)
 
     def decode(self, payload: Tensor, out: Tensor, *, add: bool, scale: float, seed: int) -> None:
         self.inner.decode(payload, out, add=add, scale=scale, seed=seed)
+
+    def decode_sum(self, payloads: Tensor, out: Tensor, *, scale: float, seeds: Sequence[int]) -> None:
+        self.inner.decode_sum(payloads, out, scale=scale, seeds=seeds)
 
     def contraction(self, spec: LayerSpec) -> float | None:
         return self.inner.contraction(spec)
@@ -56,6 +60,9 @@ class ErrorFeedback(Compressor):
     def at(self, step: int) -> Compressor:
         inner = self.inner.at(step)
         return self if inner is self.inner else ErrorFeedback(inner)
+
+    def kernels(self, like: Tensor) -> str:
+        return self.inner.kernels(like)
 
     def dense_form(self) -> Compressor | None:
         return self.inner.dense_form()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,16 @@ class Slot:
     shape: tuple[int, ...]
     role: Literal["pending", "local", "replicated"] = "pending"
     init: Literal["zeros", "normal"] = "zeros"
+
+
+class Carry(NamedTuple):
+    """Error feedback in a codec's own pass: x + ``old`` is encoded, and ``new`` is left with what was not sent of it.
+
+    Float32, contiguous, of x's shape; the two may be one tensor.
+    """
+
+    old: Tensor
+    new: Tensor
 
 
 class HasSlots(Protocol):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from commlib.compressor import Compressor, LayerSpec, Memory
-from commlib.compressors.kernels import reference
+from commlib.compressor import Carry, LayerSpec
+from commlib.compressors.fused import Fused
 from commlib.compressors.kernels.bits import fields_nbytes
+from commlib.compressors.kernels.choice import kernels
 
 
-class Blockwise(Compressor):
+class Blockwise(Fused):
     """value ≈ level/L · scale of its block; here scale = absmax and the level is the nearest (half to even).
 
     Payload: ⌈n/block⌉ float32 scales, then level + L in the fewest bits that hold 2L + 1 codes,
@@ -29,11 +30,11 @@ class Blockwise(Compressor):
     def nbytes(self, spec: LayerSpec) -> int:
         return 4 * -(-spec.numel // self.block) + fields_nbytes(spec.numel, (2 * self.levels).bit_length())
 
-    def encode(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
-        reference.linear_encode(x.view(-1), payload, self.block, self.levels)
+    def write(self, x: Tensor, payload: Tensor, carry: Carry | None, seed: int) -> None:
+        kernels(x).linear_encode(x.view(-1), payload, self.block, self.levels, carry)
 
-    def decode(self, payload: Tensor, out: Tensor, *, add: bool, scale: float, seed: int) -> None:
-        reference.levels_decode(payload, out, self.block, self.levels, add=add, scale=scale)
+    def read(self, payloads: Tensor, out: Tensor, *, add: bool, scale: float) -> None:
+        kernels(out).levels_decode(payloads, out.view(-1), self.block, self.levels, add=add, scale=scale)
 
     def contraction(self, spec: LayerSpec) -> float | None:
         others = min(self.block, max(1, spec.numel)) - 1

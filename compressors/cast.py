@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from commlib.compressor import Compressor, LayerSpec, Memory, store
+from commlib.compressor import Carry, LayerSpec
+from commlib.compressors.fused import Fused
+from commlib.compressors.kernels.choice import kernels
 
 
-class Cast(Compressor):
+class Cast(Fused):
     """Payload: the values rounded to the nearest in ``wire``, 2 bytes each; may be summed by an all-reduce."""
 
     default_exchange = "dense"
@@ -17,12 +19,11 @@ class Cast(Compressor):
     def nbytes(self, spec: LayerSpec) -> int:
         return spec.numel * self.wire.itemsize
 
-    def encode(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
-        payload.view(self.wire).copy_(x.view(-1))
+    def write(self, x: Tensor, payload: Tensor, carry: Carry | None, seed: int) -> None:
+        kernels(x).cast_encode(x.view(-1), payload, self.wire, carry)
 
-    def decode(self, payload: Tensor, out: Tensor, *, add: bool, scale: float, seed: int) -> None:
-        # widened first: scaling in the short format would round a second time
-        store(payload.view(self.wire).to(out.dtype), out, add=add, scale=scale)
+    def read(self, payloads: Tensor, out: Tensor, *, add: bool, scale: float) -> None:
+        kernels(out).cast_decode(payloads, out.view(-1), self.wire, add=add, scale=scale)
 
     def reduce_dtype(self, spec: LayerSpec) -> torch.dtype | None:
         return self.wire

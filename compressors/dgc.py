@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
 from torch import Tensor
 
-from commlib.compressor import Compressor, LayerSpec, Memory, Slot
+from commlib.compressor import Carry, Compressor, LayerSpec, Memory, Slot
 from commlib.compressors.heavyball import HeavyBall, check_momentum, clipped
+from commlib.compressors.kernels.choice import kernels
 from commlib.compressors.sparse import Sparse
 
 _STAGES = 4  # of the warm-up
@@ -52,15 +52,14 @@ class DGC(Sparse):
 
     def encode(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
         g = clipped(x, self.clip)
+        carry, v = Carry(memory.old["residual"], memory.new["residual"]), memory.new["residual"]
         if not self.momentum:
-            v = torch.add(g, memory.old["residual"], out=memory.new["residual"]).view(-1)
-            self._take_out(v, self._encode_largest(v, payload, seed), payload, seed)
+            self._take_out(v.view(-1), self._encode_largest(g, payload, seed, carry), payload, seed)
             return
-        u = torch.add(g, memory.old["momentum"], alpha=self.momentum, out=memory.new["momentum"])
-        step = torch.add(g, u, alpha=self.momentum) if self.nesterov else u
-        v = torch.add(step, memory.old["residual"], out=memory.new["residual"]).view(-1)
+        u = memory.new["momentum"]
+        kernels(g).momentum(g, self.momentum, memory.old["momentum"], u, carry.old, v, nesterov=self.nesterov)
         places = self._encode_largest(v, payload, seed)
-        self._take_out(v, places, payload, seed)
+        self._take_out(v.view(-1), places, payload, seed)
         u.view(-1).index_fill_(0, places, 0.0)
 
     def contraction(self, spec: LayerSpec) -> float | None:

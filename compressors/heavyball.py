@@ -36,7 +36,7 @@ class HeavyBall(Identity):
 
     def encode(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
         g = clipped(x, self.clip)
-        u = torch.add(g, memory.old["momentum"], alpha=self.momentum, out=memory.new["momentum"])
+        u = torch.mul(memory.old["momentum"], self.momentum, out=memory.new["momentum"]).add_(g)
         sent = torch.add(g, u, alpha=self.momentum) if self.nesterov else u
         payload.view(x.dtype).copy_(sent.view(-1))
 

@@ -6,12 +6,13 @@ import dataclasses
 
 from torch import Tensor
 
-from commlib.compressor import Compressor, LayerSpec, Memory
-from commlib.compressors.kernels import reference
+from commlib.compressor import Carry, LayerSpec
+from commlib.compressors.fused import Fused
+from commlib.compressors.kernels.choice import kernels
 
 
 @dataclasses.dataclass(frozen=True)
-class Natural(Compressor):
+class Natural(Fused):
     """x decodes to one of the two powers of two around it, at random so that the mean is x: one byte a value.
 
     Payload: the largest power of two 2^E ≤ max|x| as float32, then bytes sign·128 + c: zero for
@@ -29,10 +30,8 @@ class Natural(Compressor):
     def nbytes(self, spec: LayerSpec) -> int:
         return 4 + spec.numel if spec.numel else 0
 
-    def encode(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
-        if x.numel():
-            reference.natural_encode(x.view(-1), payload, seed)
+    def write(self, x: Tensor, payload: Tensor, carry: Carry | None, seed: int) -> None:
+        kernels(x).natural_encode(x.view(-1), payload, seed, carry)
 
-    def decode(self, payload: Tensor, out: Tensor, *, add: bool, scale: float, seed: int) -> None:
-        if out.numel():
-            reference.natural_decode(payload, out, add=add, scale=scale)
+    def read(self, payloads: Tensor, out: Tensor, *, add: bool, scale: float) -> None:
+        kernels(out).natural_decode(payloads, out.view(-1), add=add, scale=scale)

@@ -6,14 +6,15 @@ import dataclasses
 
 from torch import Tensor
 
-from commlib.compressor import Compressor, LayerSpec, Memory
-from commlib.compressors.kernels import reference
+from commlib.compressor import Carry, LayerSpec
+from commlib.compressors.fused import Fused
+from commlib.compressors.kernels.choice import kernels
 
 _MIN_COLUMN = 256  # values: below that two float32 means cost more than a quarter of the bits
 
 
 @dataclasses.dataclass(frozen=True)
-class OneBit(Compressor):
+class OneBit(Fused):
     """bit = (v ≥ 0); a column's negative values decode to their mean, the others to theirs.
 
     A *column* is the fan-in of one output neuron or channel, a row of a torch weight; rows shorter
@@ -53,11 +54,12 @@ class OneBit(Compressor):
         # a column v keeps ‖v‖₁²/(column·‖v‖²) of its energy at least: 1/column if only one value is not zero
         return 1 / max(1, min(self._column(spec), spec.numel))
 
-    def encode(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
-        reference.two_means_encode(x.view(-1), payload, self._column(LayerSpec.of(x)))
+    def write(self, x: Tensor, payload: Tensor, carry: Carry | None, seed: int) -> None:
+        kernels(x).two_means_encode(x.view(-1), payload, self._column(LayerSpec.of(x)), carry)
 
-    def decode(self, payload: Tensor, out: Tensor, *, add: bool, scale: float, seed: int) -> None:
-        reference.two_means_decode(payload, out, self._column(LayerSpec.of(out)), add=add, scale=scale)
+    def read(self, payloads: Tensor, out: Tensor, *, add: bool, scale: float) -> None:
+        column = self._column(LayerSpec.of(out))
+        kernels(out).two_means_decode(payloads, out.view(-1), column, add=add, scale=scale)
 
 
 def _rows(spec: LayerSpec) -> int:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from commlib.compressor import LayerSpec, LowRank, Memory, Slot, store
-from commlib.compressors.kernels.reference import hash32, power_of_two
+from commlib.compressors.kernels.random import hash32
+from commlib.compressors.kernels.reference import power_of_two
 
 
 @dataclasses.dataclass(frozen=True)

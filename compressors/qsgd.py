@@ -6,9 +6,9 @@ import dataclasses
 
 from torch import Tensor
 
-from commlib.compressor import LayerSpec, Memory
+from commlib.compressor import Carry, LayerSpec
 from commlib.compressors.blockwise import Blockwise
-from commlib.compressors.kernels import reference
+from commlib.compressors.kernels.choice import kernels
 
 _MOST_LEVELS = 32767  # 16 bits a value
 
@@ -37,8 +37,8 @@ class QSGD(Blockwise):
         if not 1 <= self.levels <= _MOST_LEVELS:
             raise ValueError(f"qsgd: levels must be in [1, {_MOST_LEVELS}], got {self.levels}")
 
-    def encode(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
-        reference.norm_encode(x.view(-1), payload, self.block, self.levels, seed)
+    def write(self, x: Tensor, payload: Tensor, carry: Carry | None, seed: int) -> None:
+        kernels(x).norm_encode(x.view(-1), payload, self.block, self.levels, seed, carry)
 
     def contraction(self, spec: LayerSpec) -> float | None:
         return None

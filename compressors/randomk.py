@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from commlib.compressor import Compressor, LayerSpec, Memory
-from commlib.compressors.kernels import reference
+from commlib.compressors.kernels.places import strata
 from commlib.compressors.sparse import check_ratio, kept
 
 _FORMATS = {"fp32": torch.float32, "fp16": torch.float16}
@@ -52,7 +52,7 @@ class RandomK(Compressor):
         n = x.numel()
         if n:
             flat = x.view(-1)
-            places, _ = reference.strata(n, kept(self.ratio, n), seed, x.device)
+            places, _ = strata(n, kept(self.ratio, n), seed, x.device)
             poison = flat.abs().amax() * 0  # NaN if any value, sent or not, is not finite
             payload.view(_FORMATS[self.values]).copy_(flat[places] + poison)
 
@@ -62,7 +62,7 @@ class RandomK(Compressor):
         if not add:
             flat.zero_()
         if n:
-            places, sizes = reference.strata(n, kept(self.ratio, n), seed, out.device)
+            places, sizes = strata(n, kept(self.ratio, n), seed, out.device)
             values = payload.view(_FORMATS[self.values]).to(out.dtype)
             flat.index_add_(0, places, values * sizes if self.scaled else values, alpha=scale)
 

@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from commlib.compressor import Compressor, LayerSpec, Memory
+from commlib.compressor import Carry, Compressor, LayerSpec, Memory
 from commlib.compressors.kernels.bits import elias_fano_decode, elias_fano_encode, elias_fano_nbytes
+from commlib.compressors.kernels.choice import kernels
 from commlib.registry import make_plain
 
 
@@ -37,6 +38,9 @@ class Sparse(Compressor):
         object.__setattr__(self, "_codec", codec)
         object.__setattr__(self, "random", codec.random)
 
+    def kernels(self, like: Tensor) -> str:
+        return kernels(like).name
+
     def _values_nbytes(self, n: int) -> int:
         return self._codec.nbytes(LayerSpec("values", (kept(self.ratio, n),)))
 
@@ -44,13 +48,16 @@ class Sparse(Compressor):
         n = spec.numel
         return self._values_nbytes(n) + elias_fano_nbytes(n, kept(self.ratio, n))
 
-    def _encode_largest(self, flat: Tensor, payload: Tensor, seed: int) -> Tensor:
-        """Write the payload for ``flat``, shape (n,); returns the places sent, int64, shape (k,), ascending."""
-        n = flat.numel()
-        # topk puts NaN before inf before all others, so whatever is not finite is sent
-        places = flat.abs().topk(kept(self.ratio, n), sorted=False).indices.sort().values
+    def _encode_largest(self, x: Tensor, payload: Tensor, seed: int, carry: Carry | None = None) -> Tensor:
+        """Write the payload for ``x``, or x + carry.old, which is left in carry.new.
+
+        Returns:
+            The places sent, int64, shape (k,), ascending. Whatever is not finite is among them, if there is room.
+        """
+        n = x.numel()
+        places, values = kernels(x).largest(x.view(-1), kept(self.ratio, n), carry)
         head = self._values_nbytes(n)
-        self._codec.encode(flat[places], payload[:head], memory=Memory({}, {}), seed=seed)
+        self._codec.encode(values, payload[:head], memory=Memory({}, {}), seed=seed)
         if n:
             elias_fano_encode(places, n, payload[head:])
         return places

@@ -6,12 +6,13 @@ import dataclasses
 
 from torch import Tensor
 
-from commlib.compressor import Compressor, LayerSpec, Memory
-from commlib.compressors.kernels import reference
+from commlib.compressor import Carry, LayerSpec
+from commlib.compressors.fused import Fused
+from commlib.compressors.kernels.choice import kernels
 
 
 @dataclasses.dataclass(frozen=True)
-class Ternary(Compressor):
+class Ternary(Fused):
     """x decodes to sgn(x)·max with probability |x|/max, else to 0: unbiased, 1.6 bits a value.
 
     Payload: ⌈n/block⌉ float32 maxima of |x|, then ⌈n/5⌉ bytes of five base-3 digits (sign + 1).
@@ -37,8 +38,8 @@ class Ternary(Compressor):
     def nbytes(self, spec: LayerSpec) -> int:
         return 4 * -(-spec.numel // self._block(spec.numel)) + -(-spec.numel // 5)
 
-    def encode(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
-        reference.ternary_encode(x.view(-1), payload, self._block(x.numel()), seed)
+    def write(self, x: Tensor, payload: Tensor, carry: Carry | None, seed: int) -> None:
+        kernels(x).ternary_encode(x.view(-1), payload, self._block(x.numel()), seed, carry)
 
-    def decode(self, payload: Tensor, out: Tensor, *, add: bool, scale: float, seed: int) -> None:
-        reference.ternary_decode(payload, out, self._block(out.numel()), add=add, scale=scale)
+    def read(self, payloads: Tensor, out: Tensor, *, add: bool, scale: float) -> None:
+        kernels(out).ternary_decode(payloads, out.view(-1), self._block(out.numel()), add=add, scale=scale)

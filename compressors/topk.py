@@ -6,7 +6,7 @@ import dataclasses
 
 from torch import Tensor
 
-from commlib.compressor import Memory
+from commlib.compressor import Carry, Memory
 from commlib.compressors.sparse import Sparse
 
 
@@ -25,8 +25,8 @@ class TopK(Sparse):
     name = "topk"
 
     def encode(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
-        self._encode_largest(x.view(-1), payload, seed)
+        self._encode_largest(x, payload, seed)
 
-    def encode_feedback(self, v: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
-        flat = v.view(-1)
-        self._take_out(flat, self._encode_largest(flat, payload, seed), payload, seed)
+    def encode_feedback(self, x: Tensor, carry: Carry, payload: Tensor, *, memory: Memory, seed: int) -> None:
+        places = self._encode_largest(x, payload, seed, carry)
+        self._take_out(carry.new.view(-1), places, payload, seed)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from commlib.collective import AllGather, Rounds
 from commlib.compressor import Compressor, LayerSpec
-from commlib.exchange.item import Item, Packing, Stripe, World, payers, rows
+from commlib.exchange.item import Item, Packing, Stripe, World, payers
 
 ROUNDS = 1
 
@@ -40,12 +40,9 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
             item.codec.compress(item.work_grad(), part, memory=item.memory, seed=seed)
     gathered = torch.empty(world.size * packing.total, dtype=torch.uint8, device=device)
     yield [AllGather(gathered, payload, payers(items, packing.lengths))]
-    parts = [packing.slices(row) for row in rows(gathered, world.size)]
-    for i, item in enumerate(items):
+    for item, payloads in zip(items, packing.columns(gathered, world.size), strict=True):
         with item.meter.phase("decompress"):
             out = item.work_out()
-            for rank in range(world.size):
-                item.codec.decompress(
-                    parts[rank][i], out, add=rank > 0, scale=1 / world.size, seed=item.seeds.of(item.codec, rank)
-                )
+            seeds = [item.seeds.of(item.codec, rank) for rank in range(world.size)]
+            item.codec.decompress_sum(payloads, out, scale=1 / world.size, seeds=seeds)
             item.finish(out)

@@ -120,6 +120,12 @@ class Packing:
         """The payloads as views of a buffer of ``total`` bytes."""
         return [buffer[o : o + n] for o, n in zip(self.offsets, self.lengths, strict=True)]
 
+    def columns(self, buffer: Tensor, count: int) -> list[Tensor]:
+        """For each payload all ranks', shape (count, length), as views of ``count`` such buffers in a row."""
+        # rows of no bytes would begin anywhere
+        whole = buffer.view(count, self.total) if self.total else buffer.new_empty(count, _ALIGN)
+        return [whole[:, o : o + n] for o, n in zip(self.offsets, self.lengths, strict=True)]
+
 
 def rows(buffer: Tensor, count: int) -> list[Tensor]:
     """A flat buffer in ``count`` equal parts. (Not ``view(count, -1)``: rows of no bytes would be misaligned.)"""

@@ -80,10 +80,10 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
     shares = [(item.meter, sum(p.lengths[i] for p in packings)) for i, item in enumerate(items)]
     yield [AllToAll(received, send, [mine.total] * world.size, splits, world.rank, shares)]
 
-    incoming = [mine.slices(row) for row in rows(received, world.size)]
+    incoming = mine.columns(received, world.size)
     reply = torch.zeros(max(splits), dtype=torch.uint8, device=device)
     for i, (item, c) in enumerate(zip(items, cut, strict=True)):
-        mean = _mean_of_stripe(item, c[world.rank], [row[i] for row in incoming], world)
+        mean = _mean_of_stripe(item, c[world.rank], incoming[i], world)
         with item.meter.phase("compress"):
             seed = item.seeds.of(item.codec, world.rank, f"owner {world.rank}")
             item.codec.compress(mean, mine.slices(reply)[i], memory=item.owner, seed=seed)
@@ -100,12 +100,11 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
             item.finish(out)
 
 
-def _mean_of_stripe(item: Item, stripe: Stripe, payloads: Sequence[Tensor], world: World) -> Tensor:
+def _mean_of_stripe(item: Item, stripe: Stripe, payloads: Tensor, world: World) -> Tensor:
     """The mean over ranks of this rank's stripe, decoded in rank order."""
     with item.meter.phase("decompress"):
         dtype = item.spec.dtype if item.codec.lossless else torch.float32
         mean = torch.empty(stripe.spec.shape, dtype=dtype, device=item.grad.device)
-        for p, payload in enumerate(payloads):
-            seed = item.seeds.of(item.codec, p, f"stripe {world.rank}")
-            item.codec.decompress(payload, mean, add=p > 0, scale=1 / world.size, seed=seed)
+        seeds = [item.seeds.of(item.codec, p, f"stripe {world.rank}") for p in range(world.size)]
+        item.codec.decompress_sum(payloads, mean, scale=1 / world.size, seeds=seeds)
         return mean

@@ -30,7 +30,7 @@ def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
         (name, op, n) for name in ("none", "onebit") for n in (4096, 65536) for op in ("compress", "decompress_add")
     ]
     for row in rows:
-        assert row["kernels"] == "reference"
+        assert row["kernels"] in ("numba", "torch")
         assert row["seconds"] > 0
         assert row["gb_per_s"] == pytest.approx(4e-9 * row["numel"] / row["seconds"])
         assert row["copy_multiple"] > 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from commlib import registry
-from commlib.compressor import Compressor, LayerSpec, Memory, Slot, store
+from commlib.compressor import Carry, Compressor, LayerSpec, Memory, Slot, store
 from commlib.testing import check_compressor
 
 codec = dataclasses.dataclass(frozen=True)
@@ -214,9 +214,9 @@ class LosesResidual(SoundResidual):
 
 @codec
 class WrongFusedFeedback(Sound):
-    def encode_feedback(self, v: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
-        self.encode(v, payload, memory=memory, seed=seed)
-        v.zero_()
+    def encode_feedback(self, x: Tensor, carry: Carry, payload: Tensor, *, memory: Memory, seed: int) -> None:
+        self.encode(x + carry.old, payload, memory=memory, seed=seed)
+        carry.new.zero_()
 
 
 @codec

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from commlib import registry
-from commlib.compressor import Compressor, LayerSpec, Memory
+from commlib.compressor import Carry, Compressor, LayerSpec, Memory
 from commlib.compressors.heavyball import HeavyBall
 from commlib.feedback import ErrorFeedback
 from commlib.testing import check_compressor
@@ -105,18 +105,49 @@ def test_nothing_waits_for_the_device_or_depends_on_data_for_its_shape(spec: str
         codec.decompress(payload, x, add=True, scale=0.5, seed=1)
 
 
-@pytest.mark.parametrize("spec", ["topk:ratio=0.1", "topk:ratio=0.3,values=int8", "topk:values=qsgd"])
+@pytest.mark.parametrize("spec", [s for s in ALL if plain(s).takes_feedback])
 @settings(max_examples=30)
-@given(x=tensors(largest=1e15))
-def test_fused_feedback_equals_encode_then_subtract(spec: str, x: torch.Tensor) -> None:
-    codec = plain(spec)
-    payload, v = encode(codec, x), x.clone()
-    fused = torch.zeros_like(payload)
-    codec.encode_feedback(v, fused, memory=Memory({}, {}), seed=0)
+@given(x=tensors(largest=1e15), in_place=st.booleans())
+def test_fused_feedback_equals_encode_then_subtract(spec: str, x: torch.Tensor, in_place: bool) -> None:
+    codec, layer = plain(spec), LayerSpec.of(x)
+    memory = Memory.zeros(codec, layer)
+    old = torch.linspace(-1, 1, max(1, x.numel()))[: x.numel()].view(x.shape)
+    v = x + old
+    payload, rest = encode(codec, v, seed=3), v.clone()
+    codec.decompress(payload, rest, add=True, scale=-1.0, seed=3)
+    fused, kept = torch.zeros_like(payload), old if in_place else torch.full_like(x, math.nan)
+    codec.encode_feedback(x, Carry(old, kept), fused, memory=memory, seed=3)
     assert torch.equal(payload, fused)
-    rest = x.clone()
-    codec.decompress(payload, rest, add=True, scale=-1.0, seed=0)
-    assert torch.equal(v, rest)
+    assert torch.equal(kept, rest)
+
+
+@pytest.mark.parametrize("spec", ALL)
+@settings(max_examples=20)
+@given(x=tensors(largest=1e15), ranks=st.integers(1, 4), scale=st.sampled_from([1.0, 0.25, 1 / 3]))
+def test_payloads_decoded_at_once_are_those_decoded_one_by_one(
+    spec: str, x: torch.Tensor, ranks: int, scale: float
+) -> None:
+    codec, seeds = plain(spec), [7] * ranks
+    payloads = [encode(codec, x * (p + 1), seed=7) for p in range(ranks)]
+    wide = torch.zeros(ranks, -(-len(payloads[0]) // 8) * 8 + 8, dtype=torch.uint8)  # as if other layers' lay beside
+    whole = wide[:, : len(payloads[0])]
+    for row, payload in zip(whole, payloads, strict=True):
+        row.copy_(payload)
+    out, wanted = torch.full_like(x, math.nan), torch.full_like(x, math.nan)
+    codec.decompress_sum(whole, out, scale=scale, seeds=seeds)
+    for p, row in enumerate(whole):  # not the payloads: a matrix product may round otherwise at another address
+        codec.decompress(row, wanted, add=p > 0, scale=scale, seed=7)
+    assert torch.equal(out, wanted)
+
+
+def test_payloads_that_are_no_rows_at_8_byte_boundaries_are_refused() -> None:
+    codec, x = plain("int8"), torch.randn(21)
+    need = codec.nbytes(LayerSpec.of(x))
+    assert need % 8
+    wrong = [torch.zeros(2, need), torch.zeros(0, need), torch.zeros(need), torch.zeros(2, 8 * need)]
+    for payloads in wrong:
+        with pytest.raises(ValueError, match="payload"):
+            codec.decompress_sum(payloads.to(torch.uint8), x)
 
 
 @pytest.mark.parametrize("spec", ALL)

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlib.compressor import LayerSpec
-from commlib.compressors.kernels import reference
+from commlib.compressors.kernels.places import strata
+from commlib.compressors.kernels.random import hash32
 from commlib.compressors.randomk import RandomK
 from strategies import decode, draws, encode, roundtrip
 
@@ -21,7 +22,7 @@ CPU = torch.device("cpu")
 @given(st.integers(1, 5000), st.integers(1, 5000), st.integers(0, 2**64 - 1))
 def test_one_place_in_each_of_k_nearly_equal_strata(n: int, k: int, seed: int) -> None:
     k = min(n, k)
-    places, sizes = reference.strata(n, k, seed, CPU)
+    places, sizes = strata(n, k, seed, CPU)
     starts = [j * n // k for j in range(k + 1)]
     assert sizes.tolist() == [b - a for a, b in itertools.pairwise(starts)]
     assert set(sizes.tolist()) <= {n // k, -(-n // k)}
@@ -29,24 +30,24 @@ def test_one_place_in_each_of_k_nearly_equal_strata(n: int, k: int, seed: int) -
 
 
 def test_places_are_uniform_within_a_stratum_and_over_seeds() -> None:
-    places, _ = reference.strata(10 * 20000, 20000, 1, CPU)
+    places, _ = strata(10 * 20000, 20000, 1, CPU)
     one_seed = torch.bincount(places % 10, minlength=10)
-    many_seeds = torch.bincount(torch.cat([reference.strata(10, 1, s, CPU)[0] for s in range(5000)]), minlength=10)
+    many_seeds = torch.bincount(torch.cat([strata(10, 1, s, CPU)[0] for s in range(5000)]), minlength=10)
     for counts in (one_seed, many_seeds):
         expected = counts.sum() / 10
         assert float(((counts - expected).square() / expected).sum()) < 35  # χ² with 9 degrees: p ≈ 6e-5
 
 
 def test_neighbouring_places_and_seeds_are_uncorrelated() -> None:
-    u = reference.hash32(20000, 5, CPU).double() / 2**32 - 0.5
-    v = reference.hash32(20000, 6, CPU).double() / 2**32 - 0.5
+    u = hash32(20000, 5, CPU).double() / 2**32 - 0.5
+    v = hash32(20000, 6, CPU).double() / 2**32 - 0.5
     for a, b in ((u[1:], u[:-1]), (u, v), (u[1:], v[:-1]), (u[:-1], v[1:])):
         assert abs(float((a * b).mean()) * 12) < 6 / math.sqrt(len(a))
 
 
 def test_the_places_of_a_seed_never_change() -> None:
     """They must be the same on every rank, whatever its device and versions."""
-    assert reference.hash32(4, 2024, CPU).tolist() == [2303363549, 1142399802, 2271176648, 272073338]
+    assert hash32(4, 2024, CPU).tolist() == [2303363549, 1142399802, 2271176648, 272073338]
 
 
 def test_scaled_is_unbiased_with_omega() -> None:
@@ -71,7 +72,7 @@ def test_sends_the_values_at_the_places_and_nothing_else(values: str, scaled: bo
     x = torch.randn(1003, generator=torch.Generator().manual_seed(8))
     codec = RandomK(0.05, values, scaled)
     payload = encode(codec, x, seed=3)
-    places, sizes = reference.strata(1003, 51, 3, CPU)
+    places, sizes = strata(1003, 51, 3, CPU)
     dtype = torch.float32 if values == "fp32" else torch.float16
     assert torch.equal(payload.view(dtype), x[places].to(dtype))
     wanted = torch.zeros(1003)

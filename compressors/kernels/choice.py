@@ -1,0 +1,83 @@
+"""Which implementation of the codecs' loops runs: numba's for CPU tensors, Triton's for CUDA's, or the reference."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+import os
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from commlib.compressors.kernels import reference
+from commlib.errors import MissingDependency
+from commlib.slots import Carry
+
+VARIABLE = "COMMLIB_KERNELS"
+_MODULES = {"reference": "reference", "numba": "numba_cpu", "triton": "triton_gpu"}
+_FASTEST = {"cpu": "numba", "cuda": "triton"}
+_log = logging.getLogger("commlib")
+
+
+class Kernels(Protocol):
+    """What every implementation has; see ``reference`` for what it does."""
+
+    name: str
+
+    def cast_encode(self, x: Tensor, payload: Tensor, wire: torch.dtype, carry: Carry | None = None) -> None: ...
+    def cast_decode(self, payloads: Tensor, out: Tensor, wire: torch.dtype, *, add: bool, scale: float) -> None: ...
+    def two_means_encode(self, x: Tensor, payload: Tensor, column: int, carry: Carry | None = None) -> None: ...
+    def two_means_decode(self, payloads: Tensor, out: Tensor, column: int, *, add: bool, scale: float) -> None: ...
+    def sign_encode(self, x: Tensor, payload: Tensor, carry: Carry | None = None) -> None: ...
+    def sign_decode(self, payloads: Tensor, out: Tensor, *, add: bool, scale: float) -> None: ...
+    def linear_encode(
+        self, x: Tensor, payload: Tensor, block: int, levels: int, carry: Carry | None = None
+    ) -> None: ...
+    def norm_encode(
+        self, x: Tensor, payload: Tensor, block: int, levels: int, seed: int, carry: Carry | None = None
+    ) -> None: ...
+    def levels_decode(
+        self, payloads: Tensor, out: Tensor, block: int, levels: int, *, add: bool, scale: float
+    ) -> None: ...
+    def ternary_encode(self, x: Tensor, payload: Tensor, block: int, seed: int, carry: Carry | None = None) -> None: ...
+    def ternary_decode(self, payloads: Tensor, out: Tensor, block: int, *, add: bool, scale: float) -> None: ...
+    def natural_encode(self, x: Tensor, payload: Tensor, seed: int, carry: Carry | None = None) -> None: ...
+    def natural_decode(self, payloads: Tensor, out: Tensor, *, add: bool, scale: float) -> None: ...
+    def largest(self, x: Tensor, k: int, carry: Carry | None = None) -> tuple[Tensor, Tensor]: ...
+    def momentum(
+        self, g: Tensor, m: float, old: Tensor, u: Tensor, residual: Tensor, v: Tensor, *, nesterov: bool
+    ) -> None: ...
+
+
+def kernels(like: Tensor) -> Kernels:
+    """The implementation for tensors on this device; subclasses of Tensor, which may be anything, get the reference.
+
+    The environment variable ``COMMLIB_KERNELS`` forces one.
+
+    Raises:
+        ValueError: it names none.
+        MissingDependency: it names one that is not installed.
+    """
+    plain = type(like) in (Tensor, torch.nn.Parameter)
+    return implementation(like.device.type, os.environ.get(VARIABLE, "")) if plain else cast(Kernels, reference)
+
+
+@functools.cache
+def implementation(device: str, forced: str = "") -> Kernels:
+    """As :func:`kernels`, for a kind of device; one that is forced for other devices leaves these to the reference."""
+    if forced and forced not in _MODULES:
+        raise ValueError(f"{VARIABLE} must be one of {', '.join(_MODULES)}, got {forced!r}")
+    wanted = _FASTEST.get(device, "reference")
+    if forced and forced != wanted:
+        wanted = "reference"
+    if wanted == "reference":
+        return cast(Kernels, reference)
+    if importlib.util.find_spec(wanted) is None:
+        if forced:
+            raise MissingDependency(f"{VARIABLE}={forced} needs {wanted}: pip install 'torch-commlib[{wanted}]'")
+        _log.warning("codecs run slowly on %s tensors: pip install 'torch-commlib[%s]'", device, wanted)
+        return cast(Kernels, reference)
+    return cast(Kernels, importlib.import_module(f"commlib.compressors.kernels.{_MODULES[wanted]}"))

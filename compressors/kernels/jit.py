@@ -1,0 +1,47 @@
+"""Loops for the CPU, compiled by numba; kept on disk, so that what one process has compiled the next one loads."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numba
+import numpy as np
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Words = np.ndarray[Any, np.dtype[np.int32]]
+Places = np.ndarray[Any, np.dtype[np.int64]]
+Scalar = Any
+"""One number, of the type that numba infers: in Python, without numba, it would be another."""
+
+
+def jit(loop: F) -> F:
+    """Compiles a loop at its first call. It holds no GIL, and IEEE arithmetic as written: nothing fused or reordered.
+
+    numba's own cache knows a function by its file alone and would keep one whose callee in another file has changed:
+    so all lie in a folder that is named after all the files. ``NUMBA_CACHE_DIR`` moves it.
+    """
+    config: Any = numba.config
+    folder = config.CACHE_DIR
+    config.CACHE_DIR = str(_cache(folder))
+    try:
+        return cast(F, numba.njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)(loop))
+    finally:
+        config.CACHE_DIR = folder
+
+
+def _cache(chosen: str) -> Path:
+    base = Path(chosen or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "commlib" / _digest()
+
+
+def _digest() -> str:
+    """Of all that is compiled, and of what compiles it."""
+    texts = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
+    return hashlib.blake2b(b"\0".join([numba.__version__.encode(), *texts]), digest_size=8).hexdigest()

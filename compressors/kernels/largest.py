@@ -1,0 +1,112 @@
+"""Loops of the codecs that send the values of largest magnitude.
+
+The k-th largest magnitude is first guessed from a sample, a little too low; one pass then lists what is not below the
+guess, some more than k, of which the k largest are taken exactly. So what is sent does not depend on the sample.
+Magnitudes are compared by their bits as int32: infinity is above all that is finite, and NaN above infinity.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from commlib.compressors.kernels import vector
+from commlib.compressors.kernels.jit import Floats, Places, Scalar, Words, jit
+from commlib.compressors.kernels.levels import MAGNITUDE
+from commlib.compressors.kernels.signs import BLOCK, add
+
+SAMPLE = 32768
+
+
+@jit
+def sample(x: Floats, old: Floats, carried: bool, found: Words) -> None:
+    """Magnitudes at about equal distances."""
+    n, one = len(x), np.empty(1, np.float32)
+    for j in range(len(found)):
+        i = j * n // len(found)
+        one[0] = x[i] + old[i] if carried else x[i]
+        found[j] = one.view(np.int32)[0] & MAGNITUDE
+
+
+@jit
+def momentum(g: Floats, m: Scalar, old: Floats, u: Floats, nesterov: bool, residual: Floats, v: Floats) -> None:
+    """u = m·old + g; v = residual + u, or residual + (m·u + g)."""
+    factor, step = np.float32(m), np.empty(BLOCK, np.float32)
+    for first in range(0, len(g), BLOCK):
+        some, moved = g[first : first + BLOCK], u[first : first + BLOCK]
+        _move(some, factor, old[first : first + BLOCK], moved)
+        if nesterov:
+            moved = step[: len(some)]
+            _move(some, factor, u[first : first + BLOCK], moved)
+        add(moved, residual[first : first + BLOCK], v[first : first + BLOCK])
+
+
+@jit
+def _move(g: Floats, factor: Scalar, old: Floats, u: Floats) -> None:
+    """u = factor·old + g."""
+    whole = len(g) // vector.WIDTH * vector.WIDTH
+    for i in range(0, whole, vector.WIDTH):
+        vector.move(g, factor, old, u, i)
+    for i in range(whole, len(g)):
+        u[i] = old[i] * factor + g[i]
+
+
+@jit
+def candidates(
+    x: Floats, old: Floats, v: Floats, carried: bool, least: np.int32, places: Places, values: Floats
+) -> int:
+    """Where the magnitude is ``least`` or more, ascending, and the values there.
+
+    ``v`` is x itself, or (``carried``) takes x + old, to the end in any case.
+
+    Returns:
+        How many, or −1 if there is no room for them.
+    """
+    found, room = 0, len(places)
+    for first in range(0, len(v), BLOCK):
+        part = v[first : first + BLOCK]
+        if carried:
+            add(x[first : first + BLOCK], old[first : first + BLOCK], part)
+        bits = part.view(np.int32)
+        for at in range(0, len(part), 64):
+            word = _not_less(bits, at, least)
+            while word:
+                i = at + np.int64(vector.lowest(word))
+                if found < room:
+                    places[found], values[found] = first + i, part[i]
+                found += 1
+                word &= word - np.uint64(1)
+    return found if found <= room else -1
+
+
+@jit
+def _not_less(bits: Words, at: int, least: np.int32) -> Scalar:
+    if at + 64 <= len(bits):
+        return vector.magnitude_at_least(bits, at, least)
+    word = np.uint64(0)
+    for k in range(len(bits) - at):
+        word |= np.uint64(np.int32(bits[at + k] & MAGNITUDE) >= least) << np.uint64(k)
+    return word
+
+
+@jit
+def keep(values: Floats, places: Places, least: np.int32, chosen: Places, kept: Floats) -> None:
+    """Those above ``least``, and the first at it: as many as ``chosen`` has room for, less one.
+
+    Args:
+        values: the candidates.
+        places: theirs; none, if they are all values there are.
+        least: the magnitude of the last to be kept.
+        chosen: takes their places, and one more value.
+        kept: takes the values, and one more.
+    """
+    bits, some = values.view(np.int32), len(places) > 0
+    equal: Scalar = len(chosen) - 1
+    for j in range(len(bits)):
+        equal -= np.int64(np.int32(bits[j] & MAGNITUDE) > least)
+    found: Scalar = 0
+    for j in range(len(bits)):
+        size = np.int32(bits[j] & MAGNITUDE)
+        first = np.int64((size == least) & (equal > 0))
+        chosen[found], kept[found] = places[j] if some else j, values[j]
+        found += first + np.int64(size > least)  # no branch: half of them are kept, as if by chance
+        equal -= first

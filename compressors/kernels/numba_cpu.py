@@ -1,0 +1,163 @@
+"""The codecs' loops for CPU tensors, compiled. Each function is the one of ``reference`` with its name, and equals it.
+
+Any number of threads may run them at a time; they use one core each, and not the GIL.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from commlib.compressors.kernels import casts, powers, reference, signs
+from commlib.compressors.kernels import largest as _largest
+from commlib.compressors.kernels import levels as _levels
+from commlib.compressors.kernels.jit import Bytes, Floats
+from commlib.compressors.kernels.random import key
+from commlib.slots import Carry
+
+name = "numba"
+_HALF = casts.has_half()
+
+
+def cast_encode(x: Tensor, payload: Tensor, wire: torch.dtype, carry: Carry | None = None) -> None:
+    """See ``reference``; the bits of a NaN may differ."""
+    brain = wire == torch.bfloat16
+    if carry is None or not (brain or _HALF):  # without one torch's own loop is as good
+        reference.cast_encode(x, payload, wire, carry)
+    else:
+        casts.cast_encode(*_joined(x, carry), payload.numpy().view(np.uint16), brain)
+
+
+def cast_decode(payloads: Tensor, out: Tensor, wire: torch.dtype, *, add: bool, scale: float) -> None:
+    """See ``reference``."""
+    brain = wire == torch.bfloat16
+    if not (brain or _HALF):
+        reference.cast_decode(payloads, out, wire, add=add, scale=scale)
+    else:
+        casts.cast_decode(payloads.numpy().view(np.uint16), out.numpy(), brain, add, scale)
+
+
+def two_means_encode(x: Tensor, payload: Tensor, column: int, carry: Carry | None = None) -> None:
+    """See ``reference``."""
+    if x.numel():
+        means, bits = _parts(payload, 8 * -(-x.numel() // column))
+        signs.two_means_encode(*_joined(x, carry), means, bits, column)
+
+
+def two_means_decode(payloads: Tensor, out: Tensor, column: int, *, add: bool, scale: float) -> None:
+    """See ``reference``."""
+    if out.numel():
+        means, bits = _parts(payloads, 8 * -(-out.numel() // column))
+        signs.two_means_decode(means, bits, out.numpy(), column, add, scale)
+
+
+def sign_encode(x: Tensor, payload: Tensor, carry: Carry | None = None) -> None:
+    """See ``reference``."""
+    if x.numel():
+        signs.sign_encode(*_joined(x, carry), *_parts(payload, 4))
+
+
+def sign_decode(payloads: Tensor, out: Tensor, *, add: bool, scale: float) -> None:
+    """See ``reference``."""
+    if out.numel():
+        signs.sign_decode(*_parts(payloads, 4), out.numpy(), add, scale)
+
+
+def linear_encode(x: Tensor, payload: Tensor, block: int, levels: int, carry: Carry | None = None) -> None:
+    """See ``reference``."""
+    scales, fields = _parts(payload, 4 * -(-x.numel() // block))
+    _levels.linear_encode(*_joined(x, carry), scales, fields, block, levels, (2 * levels).bit_length())
+
+
+def norm_encode(x: Tensor, payload: Tensor, block: int, levels: int, seed: int, carry: Carry | None = None) -> None:
+    """See ``reference``."""
+    scales, fields = _parts(payload, 4 * -(-x.numel() // block))
+    width = (2 * levels).bit_length()
+    _levels.norm_encode(*_joined(x, carry), scales, fields, block, levels, width, *_words(seed))
+
+
+def levels_decode(payloads: Tensor, out: Tensor, block: int, levels: int, *, add: bool, scale: float) -> None:
+    """See ``reference``."""
+    scales, fields = _parts(payloads, 4 * -(-out.numel() // block))
+    _levels.levels_decode(scales, fields, out.numpy(), block, levels, (2 * levels).bit_length(), add, scale)
+
+
+def ternary_encode(x: Tensor, payload: Tensor, block: int, seed: int, carry: Carry | None = None) -> None:
+    """See ``reference``."""
+    scales, trits = _parts(payload, 4 * -(-x.numel() // block))
+    _levels.ternary_encode(*_joined(x, carry), scales, trits, block, *_words(seed))
+
+
+def ternary_decode(payloads: Tensor, out: Tensor, block: int, *, add: bool, scale: float) -> None:
+    """See ``reference``."""
+    scales, trits = _parts(payloads, 4 * -(-out.numel() // block))
+    _levels.ternary_decode(scales, trits, out.numpy(), block, add, scale)
+
+
+def natural_encode(x: Tensor, payload: Tensor, seed: int, carry: Carry | None = None) -> None:
+    """See ``reference``."""
+    if x.numel():
+        powers.natural_encode(*_joined(x, carry), *_parts(payload, 4), *_words(seed))
+
+
+def natural_decode(payloads: Tensor, out: Tensor, *, add: bool, scale: float) -> None:
+    """See ``reference``."""
+    if out.numel():
+        scale_of, codes = _parts(payloads, 4)
+        powers.natural_decode(scale_of, codes, out.numpy(), add, scale)
+
+
+def largest(x: Tensor, k: int, carry: Carry | None = None) -> tuple[Tensor, Tensor]:
+    """See ``reference``."""
+    xs, old, v, carried = _joined(x, carry)
+    n = len(v)
+    values, places = v, np.empty(0, np.int64)
+    if 0 < k < n // 4:
+        guess, room = _guess(xs, old, carried, k)
+        there, of_them = np.empty(room, np.int64), np.empty(room, np.float32)
+        count = _largest.candidates(xs, old, v, carried, guess, there, of_them)
+        if count >= k:
+            values, places = of_them[:count], there[:count]
+    elif carried:
+        np.add(xs, old, out=v)
+    chosen, kept = np.empty(k + 1, np.int64), np.empty(k + 1, np.float32)
+    if k:
+        sizes = values.view(np.int32) & _levels.MAGNITUDE
+        _largest.keep(values, places, np.partition(sizes, len(sizes) - k)[len(sizes) - k], chosen, kept)
+    return torch.from_numpy(chosen[:k]), torch.from_numpy(kept[:k])
+
+
+def _guess(x: Floats, old: Floats, carried: bool, k: int) -> tuple[np.int32, int]:
+    """(a magnitude below the k-th largest, as a rule; room for those that are not below it, as a rule)."""
+    found = np.empty(min(len(x), _largest.SAMPLE), np.int32)
+    _largest.sample(x, old, carried, found)
+    expected = k * len(found) / len(x)
+    spare = 4 * expected**0.5 + 4  # four standard deviations
+    at = max(0, len(found) - math.ceil(expected + spare))
+    return np.partition(found, at)[at], min(len(x), math.ceil((expected + 2 * spare + 8) * len(x) / len(found)))
+
+
+def momentum(g: Tensor, m: float, old: Tensor, u: Tensor, residual: Tensor, v: Tensor, *, nesterov: bool) -> None:
+    """See ``reference``."""
+    flat = [t.view(-1).numpy() for t in (g, old, u, residual, v)]
+    _largest.momentum(flat[0], m, flat[1], flat[2], nesterov, flat[3], flat[4])
+
+
+def _joined(x: Tensor, carry: Carry | None) -> tuple[Floats, Floats, Floats, bool]:
+    """(x, old, v, carried), as the loops take them: without a carry ``v`` is x, and ``old`` not read."""
+    xs = x.numpy()
+    return (xs, xs, xs, False) if carry is None else (xs, carry.old.view(-1).numpy(), carry.new.view(-1).numpy(), True)
+
+
+def _parts(payload: Tensor, head: int) -> tuple[Floats, Bytes]:
+    """A payload's float32 head, and the rest; of several payloads, those of all."""
+    both = payload.numpy()
+    return both[..., :head].view(np.float32), both[..., head:]
+
+
+def _words(seed: int) -> tuple[np.uint32, np.uint32]:
+    low, high = key(seed)
+    return np.uint32(low), np.uint32(high)

@@ -1,0 +1,53 @@
+"""Which values are sent, as compositions of torch operators: a part of ``reference``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from commlib.compressors.kernels.random import hash32
+from commlib.slots import Carry
+
+_MAGNITUDE = 0x7FFFFFFF
+
+
+def largest(x: Tensor, k: int, carry: Carry | None = None) -> tuple[Tensor, Tensor]:
+    """The k values of largest magnitude, and where they are; of equal ones the first. NaN is above infinity.
+
+    Args:
+        x: float32, shape (n,), n ≥ k ≥ 0.
+        k: how many.
+        carry: look at x + carry.old instead, which is left in carry.new.
+
+    Returns:
+        (places, values): int64, ascending, and float32, shape (k,) each.
+    """
+    v = x if carry is None else torch.add(x, carry.old.view(-1), out=carry.new.view(-1))
+    if not k:
+        return torch.empty(0, dtype=torch.int64, device=v.device), v[:0]
+    sizes = v.view(torch.int32) & _MAGNITUDE
+    least = sizes.topk(k, sorted=False).values.amin()
+    above, equal = sizes > least, sizes == least
+    chosen = above | (equal & (equal.cumsum(0) <= k - above.sum()))
+    # the i-th that is chosen writes its place into cell i; all others write into a spare cell
+    cell = torch.where(chosen, chosen.cumsum(0) - 1, k)
+    places = torch.empty(k + 1, dtype=torch.int64, device=v.device)
+    places = places.scatter_(0, cell, torch.arange(v.numel(), device=v.device))[:k]
+    return places, v[places]
+
+
+def momentum(g: Tensor, m: float, old: Tensor, u: Tensor, residual: Tensor, v: Tensor, *, nesterov: bool) -> None:
+    """u = m·old + g; v = residual + u, or (``nesterov``) residual + (m·u + g). All of one shape."""
+    torch.mul(old, m, out=u).add_(g)
+    torch.add(residual, torch.mul(u, m).add_(g) if nesterov else u, out=v)
+
+
+def strata(n: int, k: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """One uniformly random index of each of k consecutive strata that differ by at most one in size.
+
+    Returns:
+        (indices, sizes of their strata), int64, shape (k,) each; the same on every device.
+    """
+    edges = torch.arange(k + 1, device=device) * n // k
+    sizes = edges[1:] - edges[:-1]
+    return edges[:-1] + (hash32(k, seed, device) * sizes >> 32), sizes

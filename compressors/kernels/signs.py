@@ -1,0 +1,192 @@
+"""Loops of the codecs of one bit a value, and the order in which values are summed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from commlib.compressors.kernels import vector
+from commlib.compressors.kernels.jit import Bytes, Floats, Scalar, jit
+
+# 1024 values are halved, the first half plus the second, until one is left, and the sums likewise: as `reference.fold`
+# does with whole tensors. IEEE additions in a fixed order have one result.
+BLOCK, HALF = 1024, 512
+CHUNK = 4096  # values that stay in the first cache while several ranks' payloads are added to them
+ZERO = np.float32(0)
+
+
+@jit
+def halved(half: Floats) -> Scalar:
+    """The sum of 512 values, which are overwritten."""
+    width = HALF // 2
+    while width:
+        for i in range(width):
+            half[i] += half[i + width]
+        width //= 2
+    return half[0]
+
+
+@jit
+def folded(a: Floats, n: int, half: Floats) -> Scalar:
+    """The sum of ``a[:n]``, n ≥ 1, which is overwritten."""
+    while n > 1:
+        blocks = (n + BLOCK - 1) // BLOCK
+        for b in range(blocks):
+            part = a[b * BLOCK : min(n, (b + 1) * BLOCK)]
+            for i in range(HALF):
+                half[i] = (part[i] if i < len(part) else ZERO) + (part[i + HALF] if i + HALF < len(part) else ZERO)
+            a[b] = halved(half)
+        n = blocks
+    return a[0]
+
+
+@jit
+def add(x: Floats, old: Floats, v: Floats) -> None:
+    """v = x + old. (LLVM would take a loop for one over overlapping arrays where ``old`` is ``v``.)"""
+    whole = len(v) // vector.WIDTH * vector.WIDTH
+    for i in range(0, whole, vector.WIDTH):
+        vector.join(x, old, v, i)
+    for i in range(whole, len(v)):
+        v[i] = x[i] + old[i]
+
+
+@jit
+def _sides(v: Floats, up: Floats, low: Floats) -> None:
+    """The values ≥ 0, and the others, of up to 1024, once halved."""
+    if len(v) == BLOCK:
+        for i in range(HALF):
+            y, z = v[i], v[i + HALF]
+            up[i] = (y if y >= ZERO else ZERO) + (z if z >= ZERO else ZERO)
+            low[i] = (ZERO if y >= ZERO else y) + (ZERO if z >= ZERO else z)
+    else:
+        for i in range(HALF):
+            y = v[i] if i < len(v) else ZERO
+            z = v[i + HALF] if i + HALF < len(v) else ZERO
+            up[i] = (y if y >= ZERO else ZERO) + (z if z >= ZERO else ZERO)
+            low[i] = (ZERO if y >= ZERO else y) + (ZERO if z >= ZERO else z)
+
+
+@jit
+def _sizes(v: Floats, half: Floats) -> None:
+    """Magnitudes of up to 1024 values, once halved."""
+    if len(v) == BLOCK:
+        for i in range(HALF):
+            half[i] = abs(v[i]) + abs(v[i + HALF])
+    else:
+        for i in range(HALF):
+            half[i] = (abs(v[i]) if i < len(v) else ZERO) + (abs(v[i + HALF]) if i + HALF < len(v) else ZERO)
+
+
+@jit
+def _pack(v: Floats, start: int, end: int, bits: Bytes) -> Scalar:
+    """Bit i of ``bits`` is v[i] ≥ 0, for a part; how many are set. A byte is begun by the first of its values."""
+    ones: Scalar = 0
+    i = start
+    while i < end:
+        if i % 8 == 0 and i + 64 <= end:
+            word = vector.at_least(v, i, ZERO)
+            eight = bits[i // 8 : i // 8 + 8]
+            for k in range(8):
+                eight[k] = np.uint8(word >> np.uint64(8 * k))
+            ones += np.int64(vector.popcount(word))
+            i += 64
+        else:
+            if i % 8 == 0:
+                bits[i // 8] = 0
+            if v[i] >= ZERO:
+                bits[i // 8] |= np.uint8(1 << (i % 8))
+                ones += 1
+            i += 1
+    return ones
+
+
+@jit
+def two_means_encode(x: Floats, old: Floats, v: Floats, carried: bool, means: Floats, bits: Bytes, column: int) -> None:
+    """As the reference's; ``v`` is x itself, or (``carried``) takes x + old, and in the end what was not sent of it."""
+    n = len(v)
+    up, low = np.empty(HALF, np.float32), np.empty(HALF, np.float32)
+    most = (min(n, column) + BLOCK - 1) // BLOCK
+    ups, lows = np.empty(most, np.float32), np.empty(most, np.float32)
+    for c in range((n + column - 1) // column):
+        start, end = c * column, min(n, (c + 1) * column)
+        ones, blocks = 0, (end - start + BLOCK - 1) // BLOCK
+        for b in range(blocks):
+            first, last = start + b * BLOCK, min(end, start + (b + 1) * BLOCK)
+            if carried:
+                add(x[first:last], old[first:last], v[first:last])
+            _sides(v[first:last], up, low)
+            ups[b], lows[b] = halved(up), halved(low)
+            ones += _pack(v, first, last, bits)
+        mean_low = folded(lows, blocks, low) / np.float32(max(1, end - start - ones))
+        mean_up = folded(ups, blocks, up) / np.float32(max(1, ones))
+        means[2 * c], means[2 * c + 1] = mean_low, mean_up
+        if carried:
+            _take(v[start:end], mean_low, mean_up)
+
+
+@jit
+def _take(v: Floats, low: Scalar, up: Scalar) -> None:
+    """What is left of values when the mean of their side is sent."""
+    for i in range(len(v)):
+        v[i] -= up if v[i] >= ZERO else low
+
+
+@jit
+def _spread(bits: Bytes, start: int, end: int, low: Scalar, up: Scalar, out: Floats, more: bool) -> None:
+    """``up`` where the bit is set, else ``low``: written or (``more``) added to a part."""
+    i = start
+    while i < end:
+        if i % 8 == 0 and i + 64 <= end:
+            word, eight = np.uint64(0), bits[i // 8 : i // 8 + 8]
+            for k in range(8):
+                word |= np.uint64(eight[k]) << np.uint64(8 * k)
+            if more:
+                vector.add(word, low, up, out, i)
+            else:
+                vector.put(word, low, up, out, i)
+            i += 64
+        else:
+            value = up if (bits[i // 8] >> (i % 8)) & 1 else low
+            out[i] = out[i] + value if more else value
+            i += 1
+
+
+@jit
+def two_means_decode(means: Floats, bits: Bytes, out: Floats, column: int, more: bool, scale: Scalar) -> None:
+    """The sum over ranks; means, shape (P, 2·columns), bits, shape (P, bytes)."""
+    n, factor = len(out), np.float32(scale)
+    for c in range((n + column - 1) // column):
+        end = min(n, (c + 1) * column)
+        for first in range(c * column, end, CHUNK):
+            last = min(end, first + CHUNK)
+            for p in range(len(means)):
+                low, up = means[p, 2 * c] * factor, means[p, 2 * c + 1] * factor
+                _spread(bits[p], first, last, low, up, out, more or p > 0)
+
+
+@jit
+def sign_encode(x: Floats, old: Floats, v: Floats, carried: bool, mean: Floats, bits: Bytes) -> None:
+    """As the reference's; arguments as for :func:`two_means_encode`."""
+    n = len(v)
+    half, blocks = np.empty(HALF, np.float32), (n + BLOCK - 1) // BLOCK
+    sums = np.empty(blocks, np.float32)
+    for b in range(blocks):
+        first, last = b * BLOCK, min(n, (b + 1) * BLOCK)
+        if carried:
+            add(x[first:last], old[first:last], v[first:last])
+        _sizes(v[first:last], half)
+        sums[b] = halved(half)
+        _pack(v, first, last, bits)
+    size = folded(sums, blocks, half) / np.float32(n)
+    mean[0] = size
+    if carried:
+        _take(v, -size, size)
+
+
+@jit
+def sign_decode(mean: Floats, bits: Bytes, out: Floats, more: bool, scale: Scalar) -> None:
+    """The sum over ranks; mean, shape (P, 1), bits, shape (P, bytes)."""
+    n, factor = len(out), np.float32(scale)
+    for first in range(0, n, CHUNK):
+        for p in range(len(mean)):
+            size = mean[p, 0] * factor
+            _spread(bits[p], first, min(n, first + CHUNK), -size, size, out, more or p > 0)

@@ -1,0 +1,181 @@
+"""What loops do with 64 values at a time, written in LLVM's vector types, which become whatever the machine has.
+
+LLVM makes vectors of plain loops by itself, but not of those that gather one bit of each value, or give one to each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+WIDTH = 64
+_MASK = ir.VectorType(ir.IntType(1), WIDTH)
+
+
+def _place(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
+    """A pointer to 64 values of an array from an index on; they may lie at any boundary of one value."""
+    held = context.make_array(kind)(context, builder, array)
+    item = context.get_data_type(kind.dtype)
+    return builder.bitcast(builder.gep(held.data, [index]), ir.VectorType(item, WIDTH).as_pointer())
+
+
+def _all(builder: Any, value: Any) -> Any:
+    """64 times a value."""
+    kind = ir.VectorType(value.type, WIDTH)
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), [0] * WIDTH)
+    return builder.shuffle_vector(one, one, zeros)
+
+
+def _compared(compare: Callable[[Any, Any, Any], Any]) -> Any:
+    """An intrinsic (array, index, bound) → how 64 values compare with the bound, the first in the lowest bit."""
+
+    def typed(typing: Any, array: Any, index: Any, bound: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            values = builder.load(_place(context, builder, array, args[0], args[1]), align=4)
+            return builder.bitcast(compare(builder, values, _all(builder, args[2])), ir.IntType(WIDTH))
+
+        return types.uint64(array, types.intp, array.dtype), generate
+
+    return intrinsic(typed)
+
+
+def _spread(more: bool) -> Any:
+    """An intrinsic (bits, low, up, out, index): 64 times ``up`` where the bit is set, else ``low``."""
+
+    def typed(typing: Any, word: Any, low: Any, up: Any, out: Any, index: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            place = _place(context, builder, out, args[3], args[4])
+            mask = builder.bitcast(args[0], _MASK)
+            values = builder.select(mask, _all(builder, args[2]), _all(builder, args[1]))
+            if more:
+                values = builder.fadd(builder.load(place, align=4), values)
+            builder.store(values, place, align=4)
+            return context.get_dummy_value()
+
+        return types.void(types.uint64, out.dtype, out.dtype, out, types.intp), generate
+
+    return intrinsic(typed)
+
+
+def _join(typing: Any, x: Any, old: Any, v: Any, index: Any) -> Any:
+    """64 values v = x + old, float32; ``old`` and ``v`` may be one array."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        places = [_place(context, builder, v, array, args[3]) for array in args[:3]]
+        one, other = (builder.load(place, align=4) for place in places[:2])
+        builder.store(builder.fadd(one, other), places[2], align=4)
+        return context.get_dummy_value()
+
+    return types.void(v, v, v, types.intp), generate
+
+
+def _move(typing: Any, g: Any, factor: Any, old: Any, u: Any, index: Any) -> Any:
+    """64 values u = factor·old + g, float32; any two may be one array."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        places = [_place(context, builder, u, array, args[4]) for array in (args[0], args[2], args[3])]
+        g, old = (builder.load(place, align=4) for place in places[:2])
+        builder.store(builder.fadd(builder.fmul(old, _all(builder, args[1])), g), places[2], align=4)
+        return context.get_dummy_value()
+
+    return types.void(u, u.dtype, u, u, types.intp), generate
+
+
+def _filled(bits: int, value: int) -> Any:
+    return ir.Constant(ir.VectorType(ir.IntType(bits), WIDTH), [value] * WIDTH)
+
+
+def _shorter(brain: bool) -> Any:
+    """An intrinsic (float32 array, uint16 array, index): 64 values rounded to the nearest, half to even."""
+
+    def half(builder: Any, values: Any) -> Any:
+        halves = builder.fptrunc(values, ir.VectorType(ir.HalfType(), WIDTH))
+        return builder.bitcast(halves, ir.VectorType(ir.IntType(16), WIDTH))
+
+    def bfloat(builder: Any, values: Any) -> Any:
+        bits = builder.bitcast(values, ir.VectorType(ir.IntType(32), WIDTH))
+        upper = builder.lshr(bits, _filled(32, 16))
+        bump = builder.add(builder.and_(upper, _filled(32, 1)), _filled(32, 0x7FFF))
+        rounded = builder.lshr(builder.add(bits, bump), _filled(32, 16))
+        is_nan = builder.fcmp_unordered("uno", values, values)
+        return builder.trunc(builder.select(is_nan, _filled(32, 0x7FC0), rounded), ir.VectorType(ir.IntType(16), WIDTH))
+
+    def typed(typing: Any, v: Any, short: Any, index: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            values = builder.load(_place(context, builder, v, args[0], args[2]), align=4)
+            shorts = (bfloat if brain else half)(builder, values)
+            builder.store(shorts, _place(context, builder, short, args[1], args[2]), align=2)
+            return context.get_dummy_value()
+
+        return types.void(v, short, types.intp), generate
+
+    return intrinsic(typed)
+
+
+def _wider(brain: bool, more: bool) -> Any:
+    """An intrinsic (uint16 array, factor, float32 array, index): 64 values times a factor."""
+
+    def typed(typing: Any, short: Any, factor: Any, out: Any, index: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            shorts = builder.load(_place(context, builder, short, args[0], args[3]), align=2)
+            floats = ir.VectorType(ir.FloatType(), WIDTH)
+            if brain:
+                words = builder.zext(shorts, ir.VectorType(ir.IntType(32), WIDTH))
+                values = builder.bitcast(builder.shl(words, _filled(32, 16)), floats)
+            else:
+                values = builder.fpext(builder.bitcast(shorts, ir.VectorType(ir.HalfType(), WIDTH)), floats)
+            values = builder.fmul(values, _all(builder, args[1]))
+            place = _place(context, builder, out, args[2], args[3])
+            if more:
+                values = builder.fadd(builder.load(place, align=4), values)
+            builder.store(values, place, align=4)
+            return context.get_dummy_value()
+
+        return types.void(short, out.dtype, out, types.intp), generate
+
+    return intrinsic(typed)
+
+
+def _of_word(operation: str) -> Any:
+    """An intrinsic of one word of 64 bits."""
+
+    def typed(typing: Any, word: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            if operation == "ctpop":
+                return builder.ctpop(args[0])
+            return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+        return types.uint64(types.uint64), generate
+
+    return intrinsic(typed)
+
+
+at_least = _compared(lambda builder, values, bound: builder.fcmp_ordered(">=", values, bound))
+"""(float32 array, index, float32) → which of 64 values are not less."""
+magnitude_at_least = _compared(
+    lambda builder, values, bound: builder.icmp_signed(
+        ">=", builder.and_(values, ir.Constant(values.type, [0x7FFFFFFF] * WIDTH)), bound
+    )
+)
+"""(the bits of float32 as an int32 array, index, int32) → which of 64 values are not less, their signs aside."""
+put = _spread(more=False)
+"""(bits, low, up, float32 array, index): 64 values are written."""
+add = _spread(more=True)
+"""The same, added."""
+to_half, to_brain = _shorter(brain=False), _shorter(brain=True)
+"""(float32 array, uint16 array, index): 64 values as float16 or bfloat16."""
+join: Any = intrinsic(_join)
+move: Any = intrinsic(_move)
+put_half, put_brain = _wider(brain=False, more=False), _wider(brain=True, more=False)
+"""(float16 or bfloat16 as an array of uint16, factor, float32 array, index): 64 values times the factor are written."""
+add_half, add_brain = _wider(brain=False, more=True), _wider(brain=True, more=True)
+"""The same, added."""
+popcount = _of_word("ctpop")
+"""How many bits are set."""
+lowest = _of_word("cttz")
+"""The number of the lowest bit that is set, in a word that is not zero."""

@@ -1,0 +1,65 @@
+"""Which implementation runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from commlib.compressors.kernels import choice
+from commlib.errors import MissingDependency
+
+
+@pytest.fixture(autouse=True)
+def _afresh(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    choice.implementation.cache_clear()
+    yield
+    choice.implementation.cache_clear()
+
+
+def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == package else found(name, *a))
+
+
+def test_the_fastest_for_the_device_that_is_installed() -> None:
+    assert choice.kernels(torch.zeros(1)).name == "numba"
+    assert choice.implementation("meta").name == "reference"
+
+
+def test_without_numba_the_reference_runs_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    without(monkeypatch, "numba")
+    with caplog.at_level(logging.WARNING, "commlib"):
+        assert [choice.kernels(torch.zeros(1)).name for _ in range(3)] == ["reference"] * 3
+    assert [r.getMessage() for r in caplog.records] == [
+        "codecs run slowly on cpu tensors: pip install 'torch-commlib[numba]'"
+    ]
+
+
+def test_the_environment_forces_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(choice.VARIABLE, "reference")
+    assert choice.kernels(torch.zeros(1)).name == "reference"
+    monkeypatch.setenv(choice.VARIABLE, "numba")
+    assert choice.kernels(torch.zeros(1)).name == "numba"
+    assert choice.implementation("cuda", "numba").name == "reference"
+
+
+def test_one_that_is_forced_and_missing_or_unknown_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "numba")
+    monkeypatch.setenv(choice.VARIABLE, "numba")
+    with pytest.raises(MissingDependency, match=r"needs numba: pip install 'torch-commlib\[numba\]'"):
+        choice.kernels(torch.zeros(1))
+    monkeypatch.setenv(choice.VARIABLE, "fortran")
+    with pytest.raises(ValueError, match="COMMLIB_KERNELS must be one of reference, numba, triton, got 'fortran'"):
+        choice.kernels(torch.zeros(1))
+
+
+def test_tensors_that_are_not_plain_get_the_reference() -> None:
+    with FakeTensorMode():
+        assert choice.kernels(torch.zeros(1)).name == "reference"

@@ -1,0 +1,123 @@
+"""The compiled loops are the reference, to the last bit."""
+
+from __future__ import annotations
+
+import threading
+from typing import cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from commlib.compressors.kernels import numba_cpu, reference
+from commlib.compressors.kernels.choice import Kernels
+from commlib.slots import Carry
+from loops import LOOPS, Loop, same, vectors
+
+COMPILED, PLAIN = cast(Kernels, numba_cpu), cast(Kernels, reference)
+
+
+def encoded(kernels: Kernels, loop: Loop, x: Tensor, old: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(payload, what was not sent)."""
+    payload, kept = torch.zeros(loop.nbytes(len(x)), dtype=torch.uint8), torch.full_like(x, 7)
+    loop.encode(kernels, x, payload, None if old is None else Carry(old, kept))
+    return payload, kept
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+@settings(max_examples=60, deadline=None)  # the first example compiles
+@given(x=vectors(), carried=st.booleans())
+def test_encodes_what_the_reference_does_and_keeps_what_it_keeps(loop: Loop, x: Tensor, carried: bool) -> None:
+    old = torch.linspace(-1, 1, len(x)) if carried else None
+    before = x.clone()
+    (payload, kept), (wanted, left) = (encoded(k, loop, x, old) for k in (COMPILED, PLAIN))
+    assert same(payload.view(loop.wire), wanted.view(loop.wire))
+    assert same(kept, left)
+    assert same(x, before)
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+@settings(max_examples=60, deadline=None)
+@given(x=vectors(), ranks=st.integers(1, 3), add=st.booleans(), scale=st.sampled_from([1.0, -1.0, 1 / 3]))
+def test_decodes_what_the_reference_does_for_any_number_of_ranks(
+    loop: Loop, x: Tensor, ranks: int, add: bool, scale: float
+) -> None:
+    need = loop.nbytes(len(x))
+    payloads = torch.zeros(ranks, -(-need // 8) * 8 + 8, dtype=torch.uint8)[:, :need]
+    for p, row in enumerate(payloads):
+        row.copy_(encoded(PLAIN, loop, x * (p - 0.5), None)[0])
+    out, wanted = torch.linspace(-1, 1, len(x)), torch.linspace(-1, 1, len(x))
+    loop.decode(COMPILED, payloads, out, add, scale)
+    loop.decode(PLAIN, payloads, wanted, add, scale)
+    assert same(out, wanted)
+
+
+@settings(max_examples=200, deadline=None)
+@given(x=vectors(), share=st.sampled_from([0, 0.0005, 0.01, 0.1, 0.3, 0.9, 1]), carried=st.booleans())
+def test_takes_the_largest_that_the_reference_takes(x: Tensor, share: float, carried: bool) -> None:
+    k = min(len(x), -(-int(share * 10000) * len(x) // 10000))
+    old = torch.linspace(-1e-3, 1e-3, len(x))
+    kept, left = torch.full_like(x, 7), torch.full_like(x, 7)
+    places, values = COMPILED.largest(x, k, Carry(old, kept) if carried else None)
+    wanted, theirs = PLAIN.largest(x, k, Carry(old, left) if carried else None)
+    assert torch.equal(places, wanted)
+    assert same(values, theirs)
+    assert same(kept, left)
+
+
+def test_takes_the_largest_of_what_a_sample_says_little_about() -> None:
+    """All but a few values are equal, or all large ones lie where no sample is taken: the guess is wrong."""
+    n = 1 << 20
+    level = torch.ones(n)
+    level[1::4096] = 2
+    hidden = torch.rand(n, generator=torch.Generator().manual_seed(0)) * 1e-3
+    hidden[5::32] = 1 + torch.rand(n // 32, generator=torch.Generator().manual_seed(1))
+    for x in (level, hidden, -level, torch.zeros(n)):
+        for k in (1, 200, 5000, 100000):
+            assert torch.equal(COMPILED.largest(x, k)[0], PLAIN.largest(x, k)[0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(g=vectors(), m=st.floats(0, 0.999), nesterov=st.booleans(), in_place=st.booleans())
+def test_momentum_is_the_references(g: Tensor, m: float, nesterov: bool, in_place: bool) -> None:
+    results = []
+    for kernels in (COMPILED, PLAIN):
+        old, residual = torch.linspace(-1, 1, len(g)), torch.linspace(3, -1, len(g))
+        u, v = (old, residual) if in_place else (torch.empty_like(g), torch.empty_like(g))
+        kernels.momentum(g, m, old, u, residual, v, nesterov=nesterov)
+        results.append((u, v))
+    assert all(same(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_the_residual_may_be_in_place(loop: Loop) -> None:
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(2))
+    old = torch.linspace(-1, 1, 5000)
+    wanted, left = encoded(PLAIN, loop, x, old)
+    payload = torch.zeros_like(wanted)
+    loop.encode(COMPILED, x, payload, Carry(old, old))
+    assert torch.equal(payload, wanted)
+    assert same(old, left)
+
+
+def test_no_loop_holds_the_interpreter() -> None:
+    """While one runs for long in a thread, this one goes on."""
+    x, payload = torch.randn(1 << 24), torch.zeros(LOOPS["natural"].nbytes(1 << 24), dtype=torch.uint8)
+    LOOPS["natural"].encode(COMPILED, x[:8], payload[:12], None)  # compiled
+    begun, ended, counted = threading.Event(), threading.Event(), 0
+
+    def run() -> None:
+        begun.set()
+        for _ in range(4):
+            LOOPS["natural"].encode(COMPILED, x, payload, None)
+        ended.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    begun.wait()
+    while not ended.is_set():
+        counted += 1
+    thread.join()
+    assert counted > 1000

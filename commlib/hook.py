@@ -34,8 +34,7 @@ from commlib.setup import Setup, check_numbers
 from commlib.sorter import Sorter
 from commlib.stats import Meter, Stats
 from commlib.steps import Steps
-
-_EXACT = Exact()
+from commlib.warm import warm
 
 
 class HookState:
@@ -72,7 +71,7 @@ class HookState:
     def __init__(
         self,
         module: nn.Module,
-        compressor: Rules | Policy | Plan = _EXACT,
+        compressor: Rules | Policy | Plan = Exact(),
         *,
         process_group: Any = None,
         scaler: Any = None,
@@ -94,6 +93,7 @@ class HookState:
             self._plan = fit(setup.plan, self._levels, about)
             lanes = scopes(setup.exchanges(), self._levels)
             check_limit(limit, setup.device, deadline(self._group, setup.device))
+            warm(setup.codecs(), setup.device)
             self._scale = LossScale(scaler, module)
             self._store = MemoryStore()
             self._steps = Steps(self._store)

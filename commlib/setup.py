@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commlib.compressor import Compressor
 from commlib.exchange import BY_ROWS
 from commlib.groups import waits_on_stream
 from commlib.hierarchy import Hierarchy
@@ -133,6 +134,10 @@ class Setup:
     def exchanges(self) -> frozenset[str]:
         """All that any layer goes by, or may come to; ``dense`` in any case."""
         return frozenset({"dense", *(p.route.exchange for plan in self.plans for p in plan)})
+
+    def codecs(self) -> list[Compressor]:
+        """All that any layer goes by, or may come to."""
+        return [p.route.codec for plan in self.plans for p in plan]
 
     def row_routes(self) -> dict[str, Route]:
         """Linear layer → how its rows travel, by the plan to begin with."""

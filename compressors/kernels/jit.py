@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
+
+_log = logging.getLogger("commlib")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -28,17 +32,28 @@ def jit(loop: F) -> F:
     so all lie in a folder that is named after all the files. ``NUMBA_CACHE_DIR`` moves it.
     """
     config: Any = numba.config
-    folder = config.CACHE_DIR
-    config.CACHE_DIR = str(_cache(folder))
+    given = config.CACHE_DIR
+    folder = _cache(given)
+    config.CACHE_DIR = str(folder or given)
     try:
-        return cast(F, numba.njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)(loop))
+        return cast(F, numba.njit(nogil=True, cache=folder is not None, error_model="numpy")(loop))
     finally:
-        config.CACHE_DIR = folder
+        config.CACHE_DIR = given
 
 
-def _cache(chosen: str) -> Path:
-    base = Path(chosen or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "commlib" / _digest()
+@functools.cache
+def _cache(chosen: str) -> Path | None:
+    """Where compiled loops are kept; None, and every process compiles its own, where nothing can be written."""
+    try:
+        folder = Path(chosen or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "commlib" / _digest()
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+        reason = f"{folder} is not writable"
+    except (OSError, RuntimeError) as e:  # RuntimeError: nobody knows this user's home
+        reason = str(e)
+    _log.warning("compiled loops are not kept, so each process compiles them (%s): set NUMBA_CACHE_DIR", reason)
+    return None
 
 
 def _digest() -> str:

@@ -18,6 +18,8 @@ import typer
 from torch import Tensor
 
 from commlib.bench.options import Json, Save
+from commlib.bench.peers import alone
+from commlib.bench.peers import peers as hooks
 from commlib.bench.progress import Bar
 from commlib.bench.record import Record, emit, facts
 from commlib.bench.report import Row
@@ -39,6 +41,8 @@ def codec(
     ),
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1…; auto takes the GPU if there is one.")] = "auto",
     repeat: Annotated[int | None, typer.Option(min=1, help="Timed rounds; the median counts. [11]")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="torch's threads; our loops use one. [all]")] = None,
+    peers: Annotated[bool, typer.Option("--peers", help="PyTorch's fp16, int8 and PowerSGD hooks, too.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="65536 values and 5 rounds where not said otherwise.")] = False,
     as_json: Json = False,
     save: Save = None,
@@ -53,13 +57,20 @@ def codec(
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
     where = pick_device(device)
+    if peers and where.type != "cpu":
+        raise ValueError(f"--peers times PyTorch's hooks over Gloo on the CPU, not on {where}: add --device cpu")
+    if threads is not None:
+        torch.set_num_threads(threads)
     sizes = numel or [1 << 16 if quick else 1 << 20]
     rounds = repeat or (5 if quick else 11)
     rows: list[Row] = []
-    every = [(c, n) for c in codecs or compressors() for n in sizes]
+    every = [(c, n) for c in [*(codecs or compressors()), *(["PyTorch's hooks"] if peers else [])] for n in sizes]
     with Bar("codecs", len(every)) as bar:
         for done, (name, n) in enumerate(every):
             bar.show(done=done, text=f"{name}, {n} values")
+            if name == "PyTorch's hooks":
+                rows += measure_peers(n, repeat=rounds)
+                continue
             try:
                 built = make(name)
             except MissingDependency as e:
@@ -138,6 +149,32 @@ def measure(
             **shared,
         }
         for op in ("compress", "decompress_add")
+    ]
+
+
+def measure_peers(numel: int, *, repeat: int) -> list[dict[str, object]]:
+    """A row for each of PyTorch's hooks, of which compressing and decompressing cannot be told apart."""
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).view(squarest(numel))
+    copied = torch.empty_like(x)
+    with alone():
+        ops = {"copy": lambda: copied.copy_(x), **hooks(x)}
+        seconds = interleave(ops, x.device, repeat)
+    return [
+        {
+            "codec": name,
+            "op": "compress+decompress",
+            "numel": numel,
+            "dtype": "float32",
+            "device": "cpu",
+            "kernels": "torch",
+            "seconds": seconds[name],
+            "gb_per_s": x.nbytes / seconds[name] / 1e9,
+            "copy_multiple": seconds[name] / seconds["copy"],
+            "error": None,
+            "bits_per_value": None,
+        }
+        for name in ops
+        if name != "copy"
     ]
 
 

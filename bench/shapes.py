@@ -100,11 +100,18 @@ def bert_large() -> Iterator[tuple[str, tuple[int, ...]]]:
     yield from _affine("pooler.dense", (d, d))
 
 
+def squares() -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Sixteen matrices of 2048 × 2048, 256 MiB: of no model, but large enough that only bytes count."""
+    for i in range(16):
+        yield f"{i}.weight", (2048, 2048)
+
+
 MODELS: Mapping[str, Callable[[], Iterator[tuple[str, tuple[int, ...]]]]] = {
     "vgg19": vgg19,
     "resnet50": resnet50,
     "gpt2-small": gpt2_small,
     "bert-large": bert_large,
+    "squares": squares,
 }
 
 

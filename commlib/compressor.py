@@ -279,7 +279,9 @@ class Blockwise(Compressor):
 
 def store(values: Tensor, out: Tensor, *, add: bool, scale: float) -> None:
     """The last line of most decoders: ``out = scale·values`` or ``out += scale·values``."""
-    flat, scaled = out.view(-1), values.view(-1) * scale  # two roundings: add_(…, alpha) has one on some devices
+    flat, scaled = out.view(-1), values.view(-1)
+    if scale != 1:
+        scaled = scaled * scale  # two roundings: add_(…, alpha) has one on some devices
     if add:
         flat.add_(scaled)
     else:

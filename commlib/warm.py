@@ -12,7 +12,7 @@ _SHAPE = (8, 16)
 
 
 def warm(codecs: Iterable[Compressor], device: torch.device) -> None:
-    """Run every codec once in each way that exchanges do, so that no step waits for its loops to be compiled, or loaded.
+    """Run every codec once in each way that exchanges do, so that no step waits until its loops are compiled.
 
     What has been compiled is kept on disk: that takes seconds once on a machine, and some tens of milliseconds later.
     """

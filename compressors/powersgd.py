@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from commlib.compressor import LayerSpec, LowRank, Memory, Slot, store
+from commlib.compressor import LayerSpec, LowRank, Memory, Slot
 from commlib.compressors.kernels.random import hash32
 from commlib.compressors.kernels.reference import power_of_two
 
@@ -67,7 +67,7 @@ class PowerSGD(LowRank):
             m, n = spec.matrix
             head = 4 * m * self.rank_of(spec)
             p, q = payload[:head].view(torch.float32), payload[head:].view(torch.float32)
-            store((p.view(m, -1) @ q.view(n, -1).T).view(-1), out, add=add, scale=scale)
+            out.view(m, n).addmm_(p.view(m, -1), q.view(n, -1).T, beta=1.0 if add else 0.0, alpha=scale)
 
     def orthogonalise(self, p: Tensor) -> Tensor:
         """See :class:`LowRank`. A zero or non-finite column is replaced by a fixed one, so the basis stays full.

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from commlib.bench.codec import codec, interleave, measure, pick_device, single_shot_delta, squarest
+from commlib.bench.peers import alone, peers
 from commlib.bench.report import cell, print_rows
 from commlib.registry import compressors, make
 
@@ -70,6 +71,33 @@ def test_operations_take_turns_after_one_round_of_warming_up() -> None:
     times = interleave({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, CPU, repeat=2)
     assert calls == ["a", "b"] * 3
     assert times.keys() == {"a", "b"}
+
+
+def test_pytorchs_hooks_are_timed_beside_and_leave_no_process_group(capsys: pytest.CaptureFixture[str]) -> None:
+    codec(codecs=["int8"], numel=[4096], device="cpu", repeat=1, peers=True, as_json=True)
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert all(list(row) == ["schema", "kind", "run", *COLUMNS] for row in rows)
+    theirs = [r for r in rows if r["op"] == "compress+decompress"]
+    assert [r["codec"] for r in theirs] == ["torch-fp16", "torch-int8", "torch-powersgd:rank=4"]
+    assert all(r["seconds"] > 0 and r["kernels"] == "torch" for r in theirs)
+    assert not torch.distributed.is_initialized()
+
+
+def test_what_the_int8_peer_computes_is_a_quantised_gradient() -> None:
+    x = torch.randn(64, 64)
+    with alone():
+        told = peers(x)["torch-int8"]()
+    assert isinstance(told, torch.Tensor)
+    assert (told - x).abs().max() <= (x.max() - x.min()) / 255
+
+
+def test_threads_are_set_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+    before = torch.get_num_threads()
+    try:
+        codec(codecs=["none"], numel=[64], device="cpu", repeat=1, threads=1)
+        assert "1 threads" in capsys.readouterr().out
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

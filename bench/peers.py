@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 RANK = 4
 Once = Callable[[], object]
+_groups: list[object] = []  # kept: a group whose last reference its own thread drops, with a future's, ends the process
 
 
 class _Bucket:
@@ -46,6 +47,7 @@ def alone() -> Iterator[None]:
         yield
         return
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    _groups.append(dist.GroupMember.WORLD)
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ from torch import Tensor
 from commlib.compressor import Carry, Compressor, LayerSpec, Memory, Slot
 from commlib.compressors.heavyball import HeavyBall, check_momentum, clipped
 from commlib.compressors.kernels.choice import kernels
-from commlib.compressors.sparse import Sparse
+from commlib.compressors.sparse import Sparse, kept
 
 _STAGES = 4  # of the warm-up
 
@@ -57,8 +57,9 @@ class DGC(Sparse):
             self._take_out(v.view(-1), self._encode_largest(g, payload, seed, carry), payload, seed)
             return
         u = memory.new["momentum"]
-        kernels(g).momentum(g, self.momentum, memory.old["momentum"], u, carry.old, v, nesterov=self.nesterov)
-        places = self._encode_largest(v, payload, seed)
+        k, old = kept(self.ratio, g.numel()), memory.old["momentum"]
+        places, values = kernels(g).largest_moved(g, k, self.momentum, old, u, carry, nesterov=self.nesterov)
+        self._write(places, values, g.numel(), payload, seed)
         self._take_out(v.view(-1), places, payload, seed)
         u.view(-1).index_fill_(0, places, 0.0)
 

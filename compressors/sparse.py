@@ -56,11 +56,14 @@ class Sparse(Compressor):
         """
         n = x.numel()
         places, values = kernels(x).largest(x.view(-1), kept(self.ratio, n), carry)
+        self._write(places, values, n, payload, seed)
+        return places
+
+    def _write(self, places: Tensor, values: Tensor, n: int, payload: Tensor, seed: int) -> None:
         head = self._values_nbytes(n)
         self._codec.encode(values, payload[:head], memory=Memory({}, {}), seed=seed)
         if n:
             elias_fano_encode(places, n, payload[head:])
-        return places
 
     def _take_out(self, flat: Tensor, places: Tensor, payload: Tensor, seed: int) -> None:
         """Subtract from ``flat`` what the payload decodes to, without decoding the places."""

@@ -20,24 +20,38 @@ SAMPLE = 32768
 @jit
 def sample(x: Floats, old: Floats, carried: bool, found: Words) -> None:
     """Magnitudes at about equal distances."""
-    n, one = len(x), np.empty(1, np.float32)
+    n = len(x)
     for j in range(len(found)):
         i = j * n // len(found)
-        one[0] = x[i] + old[i] if carried else x[i]
-        found[j] = one.view(np.int32)[0] & MAGNITUDE
+        found[j] = vector.as_bits(x[i] + old[i] if carried else x[i]) & MAGNITUDE
 
 
 @jit
-def momentum(g: Floats, m: Scalar, old: Floats, u: Floats, nesterov: bool, residual: Floats, v: Floats) -> None:
-    """u = m·old + g; v = residual + u, or residual + (m·u + g)."""
-    factor, step = np.float32(m), np.empty(BLOCK, np.float32)
-    for first in range(0, len(g), BLOCK):
-        some, moved = g[first : first + BLOCK], u[first : first + BLOCK]
+def moved_sample(g: Floats, factor: Scalar, old: Floats, nesterov: bool, residual: Floats, found: Words) -> None:
+    """The same of what :func:`moved_candidates` makes."""
+    n = len(g)
+    for j in range(len(found)):
+        i = j * n // len(found)
+        moved = old[i] * factor + g[i]
+        found[j] = vector.as_bits(residual[i] + (moved * factor + g[i] if nesterov else moved)) & MAGNITUDE
+
+
+@jit
+def moved_candidates(
+    g: Floats, factor: Scalar, old: Floats, u: Floats, nesterov: bool, residual: Floats, v: Floats, least: np.int32,
+    places: Places, values: Floats,
+) -> Scalar:  # fmt: skip
+    """u = factor·old + g; v = residual + u, or residual + (factor·u + g); then as :func:`candidates`."""
+    found, step = 0, np.empty(BLOCK, np.float32)
+    for first in range(0, len(v), BLOCK):
+        part, some, moved = v[first : first + BLOCK], g[first : first + BLOCK], u[first : first + BLOCK]
         _move(some, factor, old[first : first + BLOCK], moved)
         if nesterov:
+            _move(some, factor, moved, step[: len(some)])
             moved = step[: len(some)]
-            _move(some, factor, u[first : first + BLOCK], moved)
-        add(moved, residual[first : first + BLOCK], v[first : first + BLOCK])
+        add(moved, residual[first : first + BLOCK], part)
+        found = _search(part, first, least, places, values, found)
+    return found if found <= len(places) else -1
 
 
 @jit
@@ -53,7 +67,7 @@ def _move(g: Floats, factor: Scalar, old: Floats, u: Floats) -> None:
 @jit
 def candidates(
     x: Floats, old: Floats, v: Floats, carried: bool, least: np.int32, places: Places, values: Floats
-) -> int:
+) -> Scalar:
     """Where the magnitude is ``least`` or more, ascending, and the values there.
 
     ``v`` is x itself, or (``carried``) takes x + old, to the end in any case.
@@ -61,21 +75,28 @@ def candidates(
     Returns:
         How many, or −1 if there is no room for them.
     """
-    found, room = 0, len(places)
+    found = 0
     for first in range(0, len(v), BLOCK):
         part = v[first : first + BLOCK]
         if carried:
             add(x[first : first + BLOCK], old[first : first + BLOCK], part)
-        bits = part.view(np.int32)
-        for at in range(0, len(part), 64):
-            word = _not_less(bits, at, least)
-            while word:
-                i = at + np.int64(vector.lowest(word))
-                if found < room:
-                    places[found], values[found] = first + i, part[i]
-                found += 1
-                word &= word - np.uint64(1)
-    return found if found <= room else -1
+        found = _search(part, first, least, places, values, found)
+    return found if found <= len(places) else -1
+
+
+@jit
+def _search(part: Floats, first: int, least: np.int32, places: Places, values: Floats, found: int) -> Scalar:
+    """How many have been found up to the end of this part; those for which there is room are noted down."""
+    bits = part.view(np.int32)
+    for at in range(0, len(part), 64):
+        word = _not_less(bits, at, least)
+        while word:
+            i = at + np.int64(vector.lowest(word))
+            if found < len(places):
+                places[found], values[found] = first + i, part[i]
+            found += 1
+            word &= word - np.uint64(1)
+    return found
 
 
 @jit

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from commlib.compressors.kernels import vector
 from commlib.compressors.kernels.fields import pack, pack_trits, unpack, unpack_trits
 from commlib.compressors.kernels.jit import Bytes, Floats, Scalar, Words, jit
 from commlib.compressors.kernels.signs import BLOCK, HALF, ZERO, add, folded, halved
@@ -34,37 +35,35 @@ def uniform(i: int, low: np.uint32, high: np.uint32) -> Scalar:
 
 
 @jit
-def largest(v: Floats) -> Scalar:
-    """The bits of the largest |v|; infinity is larger than what is finite, and NaN than infinity."""
-    bits, found = v.view(np.int32), np.int32(0)
-    for i in range(len(bits)):
-        size = np.int32(bits[i] & MAGNITUDE)
-        found = size if size > found else found
-    return found
+def absmax_of(v: Floats) -> Scalar:
+    """The largest |v|; infinity is larger than what is finite, and NaN than infinity."""
+    found, whole = np.int32(0), len(v) // vector.WIDTH * vector.WIDTH
+    for i in range(0, whole, vector.WIDTH):
+        found = max(found, vector.largest(v, i))
+    for i in range(whole, len(v)):
+        found = max(found, np.int32(vector.as_bits(v[i]) & MAGNITUDE))
+    return vector.as_float(found)
 
 
 @jit
-def absmax_of(x: Floats, old: Floats, v: Floats, carried: bool, word: Words) -> Scalar:
-    """The largest |v|."""
+def joined_absmax(x: Floats, old: Floats, v: Floats, carried: bool) -> Scalar:
+    """The largest |v|, of a block that may be larger than a cache."""
     found = np.int32(0)
     for first in range(0, len(v), BLOCK):
         part = v[first : first + BLOCK]
         if carried:
             add(x[first : first + BLOCK], old[first : first + BLOCK], part)
-        found = max(found, largest(part))
-    word[0] = found
-    return word.view(np.float32)[0]
+        found = max(found, vector.as_bits(absmax_of(part)))
+    return vector.as_float(found)
 
 
 @jit
-def normal(absmax: Scalar, word: Words) -> tuple[Scalar, Scalar, Scalar]:
+def normal(absmax: Scalar) -> tuple[Scalar, Scalar, Scalar]:
     """(up, down, power): v·up·down is v over the largest power of two ≤ absmax, exactly. For a finite absmax."""
     if absmax == ZERO:
         return np.float32(2.0**64), ZERO, np.float32(2.0**-64)
     up = np.float32(2.0**64) if absmax < np.float32(2.0**-64) else ONE
-    word.view(np.float32)[0] = absmax * up
-    word[0] &= INFINITE
-    power = word.view(np.float32)[0]
+    power = vector.as_float(np.int32(vector.as_bits(absmax * up) & INFINITE))
     return up, ONE / power, power / up
 
 
@@ -96,20 +95,23 @@ def linear_encode(
     x: Floats, old: Floats, v: Floats, carried: bool, scales: Floats, fields: Bytes, block: int, levels: int, width: int
 ) -> None:
     """As the reference's."""
-    n, codes, word = len(v), np.empty(CHUNK, np.int32), np.empty(1, np.int32)
-    for b in range((n + block - 1) // block):
-        start, end = b * block, min(n, (b + 1) * block)
-        absmax = absmax_of(x[start:end], old[start:end], v[start:end], carried, word)
-        scales[b] = absmax
-        up, down, _ = normal(absmax, word)
-        times = np.float32(levels) / np.float32(max(ONE, absmax * up * down))
-        for first in range(start, end, CHUNK):
-            part = v[first : min(end, first + CHUNK)]
+    n, span = len(v), max(block, CHUNK // block * block)  # blocks at a time: cutting arrays takes time, too
+    codes = np.empty(min(n, span), np.int32)
+    for first in range(0, n, span):
+        last = min(n, first + span)
+        if carried:
+            add(x[first:last], old[first:last], v[first:last])
+        for b in range(first // block, (last + block - 1) // block):
+            start, end = b * block, min(n, (b + 1) * block)
+            part, there = v[start:end], codes[start - first : end - first]
+            scales[b] = absmax = absmax_of(part)
             if absmax < INFINITY:
-                _nearest(part, up, down, times, levels, absmax, carried, codes)
+                up, down, _ = normal(absmax)
+                times = np.float32(levels) / np.float32(max(ONE, absmax * up * down))
+                _nearest(part, up, down, times, levels, absmax, carried, there)
             else:
-                _nothing(part, carried, codes, levels)
-            pack(codes, len(part), first, width, fields)
+                _nothing(part, carried, there, levels)
+        pack(codes, last - first, first, width, fields)
 
 
 @jit
@@ -136,22 +138,27 @@ def norm_encode(
     width: int, low: np.uint32, high: np.uint32,
 ) -> None:  # fmt: skip
     """As the reference's."""
-    n, codes, word = len(v), np.empty(CHUNK, np.int32), np.empty(1, np.int32)
-    half, sums = np.empty(HALF, np.float32), np.empty((min(n, block) + BLOCK - 1) // BLOCK, np.float32)
-    for b in range((n + block - 1) // block):
-        start, end = b * block, min(n, (b + 1) * block)
-        absmax = absmax_of(x[start:end], old[start:end], v[start:end], carried, word)
-        up, down, power = normal(absmax, word)
-        length = _length(v[start:end], up, down, sums, half)
-        scales[b] = scale = length * power if absmax < INFINITY else NAN
-        times = np.float32(levels) / np.float32(max(length, ONE))
-        for first in range(start, end, CHUNK):
-            part = v[first : min(end, first + CHUNK)]
+    n, span = len(v), max(block, CHUNK // block * block)
+    codes, half = np.empty(min(n, span), np.int32), np.empty(HALF, np.float32)
+    sums = np.empty((min(n, block) + BLOCK - 1) // BLOCK, np.float32)
+    for first in range(0, n, span):
+        last = min(n, first + span)
+        if carried:
+            add(x[first:last], old[first:last], v[first:last])
+        for b in range(first // block, (last + block - 1) // block):
+            start, end = b * block, min(n, (b + 1) * block)
+            part, there = v[start:end], codes[start - first : end - first]
+            absmax = absmax_of(part)
             if absmax < INFINITY:
-                _at_random(part, first, up, down, times, levels, scale, carried, codes, low, high)
+                up, down, power = normal(absmax)
+                length = _length(part, up, down, sums, half)
+                scales[b] = scale = length * power
+                times = np.float32(levels) / np.float32(max(length, ONE))
+                _at_random(part, start, up, down, times, levels, scale, carried, there, low, high)
             else:
-                _nothing(part, carried, codes, levels)
-            pack(codes, len(part), first, width, fields)
+                scales[b] = NAN
+                _nothing(part, carried, there, levels)
+        pack(codes, last - first, first, width, fields)
 
 
 @jit
@@ -227,17 +234,17 @@ def ternary_encode(
     low: np.uint32, high: np.uint32,
 ) -> None:  # fmt: skip
     """As the reference's."""
-    n, codes, word = len(v), np.empty(CHUNK, np.int32), np.empty(1, np.int32)
+    n, codes = len(v), np.empty(CHUNK, np.int32)
     for b in range((n + block - 1) // block):
         start, end = b * block, min(n, (b + 1) * block)
-        scales[b] = absmax_of(x[start:end], old[start:end], v[start:end], carried, word)
+        scales[b] = joined_absmax(x[start:end], old[start:end], v[start:end], carried)
     for first in range(0, n, CHUNK):
         last = min(n, first + CHUNK)
         for b in range(first // block, (last + block - 1) // block):
             absmax, start, end = scales[b], max(first, b * block), min(last, (b + 1) * block)
             part, there = v[start:end], codes[start - first : end - first]
             if absmax < INFINITY:
-                up, down, _ = normal(absmax, word)
+                up, down, _ = normal(absmax)
                 _signs_at_random(part, start, up, down, absmax, carried, there, low, high)
             else:
                 _nothing(part, carried, there, 1)

@@ -6,6 +6,7 @@ Any number of threads may run them at a time; they use one core each, and not th
 from __future__ import annotations
 
 import math
+import threading
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from commlib.compressors.kernels import casts, powers, reference, signs
 from commlib.compressors.kernels import largest as _largest
 from commlib.compressors.kernels import levels as _levels
-from commlib.compressors.kernels.jit import Bytes, Floats
+from commlib.compressors.kernels.jit import Bytes, Floats, Places, Words
 from commlib.compressors.kernels.random import key
 from commlib.slots import Carry
 
@@ -112,38 +113,62 @@ def natural_decode(payloads: Tensor, out: Tensor, *, add: bool, scale: float) ->
 
 def largest(x: Tensor, k: int, carry: Carry | None = None) -> tuple[Tensor, Tensor]:
     """See ``reference``."""
-    xs, old, v, carried = _joined(x, carry)
-    n = len(v)
-    values, places = v, np.empty(0, np.int64)
-    if 0 < k < n // 4:
-        guess, room = _guess(xs, old, carried, k)
-        there, of_them = np.empty(room, np.int64), np.empty(room, np.float32)
-        count = _largest.candidates(xs, old, v, carried, guess, there, of_them)
-        if count >= k:
-            values, places = of_them[:count], there[:count]
-    elif carried:
-        np.add(xs, old, out=v)
+    arrays = xs, old, v, carried = _joined(x, carry)
+    room, found, at = _expected(len(v), k)
+    _largest.sample(xs, old, carried, found)
+    guess = np.partition(found, at)[at] if k else np.int32(0)
+    places, values = _room(room)
+    count = _largest.candidates(*arrays, guess, places, values)
+    return _exactly(v, k, places[: max(0, count)], values)
+
+
+def largest_moved(
+    g: Tensor, k: int, m: float, old: Tensor, u: Tensor, carry: Carry, *, nesterov: bool
+) -> tuple[Tensor, Tensor]:
+    """See ``reference``."""
+    gs, olds, us, residual, v = (t.view(-1).numpy() for t in (g, old, u, *carry))
+    factor, (room, found, at) = np.float32(m), _expected(len(v), k)
+    _largest.moved_sample(gs, factor, olds, nesterov, residual, found)
+    guess = np.partition(found, at)[at] if k else np.int32(0)
+    places, values = _room(room)
+    count = _largest.moved_candidates(gs, factor, olds, us, nesterov, residual, v, guess, places, values)
+    return _exactly(v, k, places[: max(0, count)], values)
+
+
+class _Scratch(threading.local):
+    """Of one thread: memory that the system gives anew in every step would cost more than what is done with it."""
+
+    places, values = np.empty(0, np.int64), np.empty(0, np.float32)
+
+
+_scratch = _Scratch()
+
+
+def _room(n: int) -> tuple[Places, Floats]:
+    """For n candidates, until this thread asks again."""
+    if len(_scratch.places) < n:
+        _scratch.places, _scratch.values = np.empty(n, np.int64), np.empty(n, np.float32)
+    return _scratch.places[:n], _scratch.values[:n]
+
+
+def _expected(n: int, k: int) -> tuple[int, Words, int]:
+    """(room for the candidates, for a sample, whose value of what rank to take) so that there are k, as a rule."""
+    found = np.empty(min(n, _largest.SAMPLE), np.int32)
+    share = k * len(found) / max(1, n)
+    spare = 4 * share**0.5 + 4  # four standard deviations
+    room = min(n, math.ceil((share + 2 * spare + 8) * n / max(1, len(found))))
+    return room, found, max(0, len(found) - math.ceil(share + spare))
+
+
+def _exactly(v: Floats, k: int, places: Places, values: Floats) -> tuple[Tensor, Tensor]:
+    """The k largest of the candidates, or of ``v`` if those are too few, or too many for the room there was."""
+    values = values[: len(places)] if len(places) >= k else v
     chosen, kept = np.empty(k + 1, np.int64), np.empty(k + 1, np.float32)
     if k:
         sizes = values.view(np.int32) & _levels.MAGNITUDE
-        _largest.keep(values, places, np.partition(sizes, len(sizes) - k)[len(sizes) - k], chosen, kept)
+        there = places if len(places) >= k else places[:0]
+        _largest.keep(values, there, np.partition(sizes, len(sizes) - k)[len(sizes) - k], chosen, kept)
     return torch.from_numpy(chosen[:k]), torch.from_numpy(kept[:k])
-
-
-def _guess(x: Floats, old: Floats, carried: bool, k: int) -> tuple[np.int32, int]:
-    """(a magnitude below the k-th largest, as a rule; room for those that are not below it, as a rule)."""
-    found = np.empty(min(len(x), _largest.SAMPLE), np.int32)
-    _largest.sample(x, old, carried, found)
-    expected = k * len(found) / len(x)
-    spare = 4 * expected**0.5 + 4  # four standard deviations
-    at = max(0, len(found) - math.ceil(expected + spare))
-    return np.partition(found, at)[at], min(len(x), math.ceil((expected + 2 * spare + 8) * len(x) / len(found)))
-
-
-def momentum(g: Tensor, m: float, old: Tensor, u: Tensor, residual: Tensor, v: Tensor, *, nesterov: bool) -> None:
-    """See ``reference``."""
-    flat = [t.view(-1).numpy() for t in (g, old, u, residual, v)]
-    _largest.momentum(flat[0], m, flat[1], flat[2], nesterov, flat[3], flat[4])
 
 
 def _joined(x: Tensor, carry: Carry | None) -> tuple[Floats, Floats, Floats, bool]:

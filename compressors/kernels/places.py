@@ -36,10 +36,19 @@ def largest(x: Tensor, k: int, carry: Carry | None = None) -> tuple[Tensor, Tens
     return places, v[places]
 
 
-def momentum(g: Tensor, m: float, old: Tensor, u: Tensor, residual: Tensor, v: Tensor, *, nesterov: bool) -> None:
-    """u = m·old + g; v = residual + u, or (``nesterov``) residual + (m·u + g). All of one shape."""
+def largest_moved(
+    g: Tensor, k: int, m: float, old: Tensor, u: Tensor, carry: Carry, *, nesterov: bool
+) -> tuple[Tensor, Tensor]:
+    """u = m·old + g; carry.new = carry.old + u, or (``nesterov``) carry.old + (m·u + g); the k largest of that.
+
+    Args:
+        g, old, u: of one shape; ``u`` is written, and may be ``old``.
+        k, carry: as in :func:`largest`, whose result it is.
+        m: the momentum.
+    """
     torch.mul(old, m, out=u).add_(g)
-    torch.add(residual, torch.mul(u, m).add_(g) if nesterov else u, out=v)
+    v = torch.add(carry.old, torch.mul(u, m).add_(g) if nesterov else u, out=carry.new)
+    return largest(v.view(-1), k)
 
 
 def strata(n: int, k: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from commlib.compressors.kernels.jit import Bytes, Floats, Scalar, Words, jit
-from commlib.compressors.kernels.levels import INFINITY, NAN, absmax_of, normal, uniform
+from commlib.compressors.kernels.levels import INFINITY, NAN, joined_absmax, normal, uniform
 from commlib.compressors.kernels.signs import ZERO
 
 CHUNK = 4096
@@ -20,9 +20,8 @@ def natural_encode(
     x: Floats, old: Floats, v: Floats, carried: bool, scale: Floats, codes: Bytes, low: np.uint32, high: np.uint32
 ) -> None:
     """As the reference's."""
-    word = np.empty(1, np.int32)
-    absmax = absmax_of(x, old, v, carried, word)
-    up, down, power = normal(absmax, word)
+    absmax = joined_absmax(x, old, v, carried)
+    up, down, power = normal(absmax)
     largest = scale[0] = (power if absmax > ZERO else ZERO) if absmax < INFINITY else NAN
     y, sent = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.int32)
     for first in range(0, len(v), CHUNK):

@@ -10,6 +10,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 WIDTH = 64
@@ -141,6 +142,30 @@ def _wider(brain: bool, more: bool) -> Any:
     return intrinsic(typed)
 
 
+def _largest(typing: Any, v: Any, index: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        values = builder.load(_place(context, builder, v, args[0], args[1]), align=4)
+        words = ir.VectorType(ir.IntType(32), WIDTH)
+        sizes = builder.and_(builder.bitcast(values, words), _filled(32, 0x7FFFFFFF))
+        kind = ir.FunctionType(ir.IntType(32), [words])
+        reduce = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.smax.v{WIDTH}i32")
+        return builder.call(reduce, [sizes])
+
+    return types.int32(v, types.intp), generate
+
+
+def _seen_as(kind: Any, llvm: Any) -> Any:
+    """An intrinsic of one number of 32 bits: its bits as another type."""
+
+    def typed(typing: Any, number: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], llvm)
+
+        return kind(number), generate
+
+    return intrinsic(typed)
+
+
 def _of_word(operation: str) -> Any:
     """An intrinsic of one word of 64 bits."""
 
@@ -175,6 +200,12 @@ put_half, put_brain = _wider(brain=False, more=False), _wider(brain=True, more=F
 """(float16 or bfloat16 as an array of uint16, factor, float32 array, index): 64 values times the factor are written."""
 add_half, add_brain = _wider(brain=False, more=True), _wider(brain=True, more=True)
 """The same, added."""
+largest: Any = intrinsic(_largest)
+"""(float32 array, index) → the bits of the largest magnitude of 64 values, as int32; NaN is above infinity."""
+as_float = _seen_as(types.float32, ir.FloatType())
+"""The float32 of these bits, an int32."""
+as_bits = _seen_as(types.int32, ir.IntType(32))
+"""The bits of a float32, as an int32."""
 popcount = _of_word("ctpop")
 """How many bits are set."""
 lowest = _of_word("cttz")

@@ -79,15 +79,23 @@ def test_takes_the_largest_of_what_a_sample_says_little_about() -> None:
             assert torch.equal(COMPILED.largest(x, k)[0], PLAIN.largest(x, k)[0])
 
 
-@settings(max_examples=60, deadline=None)
-@given(g=vectors(), m=st.floats(0, 0.999), nesterov=st.booleans(), in_place=st.booleans())
-def test_momentum_is_the_references(g: Tensor, m: float, nesterov: bool, in_place: bool) -> None:
-    results = []
+@settings(max_examples=100, deadline=None)
+@given(
+    g=vectors(),
+    m=st.floats(0, 0.999),
+    nesterov=st.booleans(),
+    in_place=st.booleans(),
+    share=st.sampled_from([0, 0.01, 0.3, 1]),
+)
+def test_momentum_and_the_largest_of_it_are_the_references(
+    g: Tensor, m: float, nesterov: bool, in_place: bool, share: float
+) -> None:
+    k, results = int(share * len(g)), []
     for kernels in (COMPILED, PLAIN):
         old, residual = torch.linspace(-1, 1, len(g)), torch.linspace(3, -1, len(g))
         u, v = (old, residual) if in_place else (torch.empty_like(g), torch.empty_like(g))
-        kernels.momentum(g, m, old, u, residual, v, nesterov=nesterov)
-        results.append((u, v))
+        places, values = kernels.largest_moved(g, k, m, old, u, Carry(residual, v), nesterov=nesterov)
+        results.append((u, v, places, values))
     assert all(same(a, b) for a, b in zip(*results, strict=True))
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 
 RANK = 4
 Once = Callable[[], object]
-_groups: list[object] = []  # kept: a group whose last reference its own thread drops, with a future's, ends the process
 
 
 class _Bucket:
@@ -46,12 +47,17 @@ def alone() -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    _groups.append(dist.GroupMember.WORLD)
+    dist.init_process_group("gloo", store=c10d.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
+        # A group whose last reference is dropped by a thread of its own, with a future's, ends the process: so none of
+        # those may still be at work, and the last is this one.
+        last = dist.GroupMember.WORLD
+        for _ in range(4):
+            dist.barrier()
         dist.destroy_process_group()
+        del last
 
 
 def peers(gradient: Tensor) -> dict[str, Once]:
@@ -63,12 +69,13 @@ def peers(gradient: Tensor) -> dict[str, Once]:
     Args:
         gradient: float32, a matrix; each hook works on a copy.
     """
-    fp16, low_rank = (_Bucket(gradient.clone()) for _ in range(2))
+    fp16: Any = _Bucket(gradient.clone())
+    low_rank: Any = _Bucket(gradient.clone())
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=2)
     hooks: dict[str, Once] = {
-        "torch-fp16": lambda: default_hooks.fp16_compress_hook(None, fp16).wait(),  # type: ignore[arg-type]
+        "torch-fp16": lambda: default_hooks.fp16_compress_hook(None, fp16).wait(),
         "torch-int8": lambda: _int8(gradient),
-        f"torch-powersgd:rank={RANK}": lambda: powerSGD_hook.powerSGD_hook(state, low_rank).wait(),  # type: ignore[arg-type]
+        f"torch-powersgd:rank={RANK}": lambda: powerSGD_hook.powerSGD_hook(state, low_rank).wait(),
     }
     for _ in range(3):  # its first steps are dense
         hooks[f"torch-powersgd:rank={RANK}"]()
@@ -76,8 +83,11 @@ def peers(gradient: Tensor) -> dict[str, Once]:
 
 
 def _int8(gradient: Tensor) -> Tensor:
-    observer = torch.ao.quantization.MinMaxObserver()
+    observer: Any = torch.ao.quantization.MinMaxObserver()
     observer(gradient)
     scale, zero = observer.calculate_qparams()
-    short = quantization_hooks._quantize_per_tensor_backend(gradient, scale, zero)
-    return quantization_hooks._dequantize_per_tensor_backend(short, scale, zero)
+    theirs: Any = quantization_hooks
+    whole: Tensor = theirs._dequantize_per_tensor_backend(
+        theirs._quantize_per_tensor_backend(gradient, scale, zero), scale, zero
+    )
+    return whole

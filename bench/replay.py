@@ -60,6 +60,7 @@ class Replay(nn.Module):
         generator = torch.Generator().manual_seed(seed + rank)
         # One pool for all, or the gradients of a large model would need as much memory again.
         self._pool = torch.randn(largest + _OFFSETS, generator=generator)
+        self._homes: dict[str, Tensor] = {}
         self._places = {name: i * _STRIDE % _OFFSETS for i, name in enumerate(self._order)}
         self._rows = {layer: self._draw(layer, count, generator) for layer, count in (rows or {}).items()}
         self._products = {name: g for layer, uv in self._rows.items() for name, g in self._product(layer, *uv).items()}
@@ -74,6 +75,20 @@ class Replay(nn.Module):
             return self._products[name]
         parameter, start = self._order[name], self._places[name]
         return self._pool[start : start + parameter.numel()].view(parameter.shape)
+
+    def take_back(self) -> None:
+        """As ``zero_grad()``; but the next gradients will be put where these are now, not into memory of their own.
+
+        Those are the buckets of a DDP model with ``gradient_as_bucket_view``, which then has nothing to copy.
+        """
+        for name, parameter in self._order.items():
+            if parameter.grad is not None:
+                self._homes[name], parameter.grad = parameter.grad, None
+
+    def hand(self, name: str) -> Tensor:
+        """A copy of the gradient, for whoever takes it writes into it: DDP leaves the mean there."""
+        home = self._homes.get(name)
+        return self.gradient(name).clone() if home is None else home.copy_(self.gradient(name)).view_as(home)
 
     def rows(self, layer: str) -> tuple[Tensor, Tensor]:
         """U (K, M) and V (K, N), of which this rank's gradient of a linear layer is made: VᵀU."""
@@ -128,8 +143,7 @@ class _Hand(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         ctx.owner.spend(ctx.name)
-        # A copy, for whoever takes it writes into it: DDP leaves the mean there.
-        return grad, ctx.owner.gradient(ctx.name).clone(), None, None
+        return grad, ctx.owner.hand(ctx.name), None, None
 
 
 class _HandRows(torch.autograd.Function):
@@ -157,7 +171,7 @@ class _HandRows(torch.autograd.Function):
         if ctx.live:
             grads = [ctx.tap.placeholder(owner.get_parameter(name)) for name in names]
         else:
-            grads = [owner.gradient(name).clone() for name in names]
+            grads = [owner.hand(name) for name in names]
         return (grad, *grads, *([None] * (6 - len(grads))))
 
 

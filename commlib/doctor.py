@@ -22,7 +22,7 @@ from commlib.selftest import SelfTest, all_reduce_between_two
 
 _REQUIRED = ("torch", "torch-commlib", "numpy", "msgpack", "pyzmq", "rich", "typer")
 _OPTIONAL = {  # distribution → (what it is for, how to get it)
-    "numba": ("compiled codecs on the CPU (not used yet)", 'pip install "torch-commlib[numba]"'),
+    "numba": ("compiled codecs on the CPU: many times faster", 'pip install "torch-commlib[numba]"'),
     "scikit-learn": ("data of `commlib train --task digits`", 'pip install "torch-commlib[examples]"'),
 }
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from commlib.compressor import Carry, Compressor, LayerSpec, Memory
-from commlib.compressors.kernels.bits import elias_fano_decode, elias_fano_encode, elias_fano_nbytes
+from commlib.compressors.kernels.bits import elias_fano_nbytes
 from commlib.compressors.kernels.choice import kernels
 from commlib.registry import make_plain
 
@@ -63,7 +63,7 @@ class Sparse(Compressor):
         head = self._values_nbytes(n)
         self._codec.encode(values, payload[:head], memory=Memory({}, {}), seed=seed)
         if n:
-            elias_fano_encode(places, n, payload[head:])
+            kernels(values).places_encode(places, n, payload[head:])
 
     def _take_out(self, flat: Tensor, places: Tensor, payload: Tensor, seed: int) -> None:
         """Subtract from ``flat`` what the payload decodes to, without decoding the places."""
@@ -85,8 +85,8 @@ class Sparse(Compressor):
             flat.zero_()
         if n:
             values = self._decode_values(payload, flat, seed)
-            places = elias_fano_decode(payload[self._values_nbytes(n) :], n, values.numel())
-            flat.index_add_(0, places, values, alpha=scale)
+            places = kernels(flat).places_decode(payload[self._values_nbytes(n) :], n, values.numel())
+            flat.index_add_(0, places, values if scale == 1 else values * scale)
 
     def contraction(self, spec: LayerSpec) -> float | None:
         """k/n times that of the values: ‖C(x) − x‖² = (what was left out) + (1 − δ)·(what was sent), at most."""

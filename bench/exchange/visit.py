@@ -146,7 +146,7 @@ def _measure(ddp: DistributedDataParallel, comm: commlib.HookState, steps: int, 
 
 
 def _forward(ddp: DistributedDataParallel) -> Tensor:
-    ddp.zero_grad()
+    ddp.module.take_back()
     loss: Tensor = ddp()
     return loss
 

@@ -112,7 +112,7 @@ def unpack_trits(packed: Tensor, n: int) -> Tensor:
 
 def elias_fano_nbytes(n: int, k: int) -> int:
     """Exact bytes of k indices below n: about 2 + log₂(n/k) bits each."""
-    return fields_nbytes(k, _low_bits(n, k)) + _upper_length(n, k) if k else 0
+    return fields_nbytes(k, low_bits(n, k)) + _upper_length(n, k) if k else 0
 
 
 def elias_fano_encode(indices: Tensor, n: int, payload: Tensor) -> None:
@@ -127,7 +127,7 @@ def elias_fano_encode(indices: Tensor, n: int, payload: Tensor) -> None:
         payload: uint8, shape (elias_fano_nbytes(n, k),), overwritten.
     """
     k = indices.numel()
-    low = _low_bits(n, k)
+    low = low_bits(n, k)
     head = fields_nbytes(k, low)
     payload[:head].copy_(pack_fields(indices & ((1 << low) - 1), low))
     places = (indices >> low) + torch.arange(k, device=indices.device)
@@ -137,7 +137,7 @@ def elias_fano_encode(indices: Tensor, n: int, payload: Tensor) -> None:
 
 def elias_fano_decode(payload: Tensor, n: int, k: int) -> Tensor:
     """The inverse: int64, shape (k,), within [0, n) whatever the bytes are."""
-    low = _low_bits(n, k)
+    low = low_bits(n, k)
     head = fields_nbytes(k, low)
     bits = unpack_bits(payload[head:], 8 * _upper_length(n, k))
     # the i-th set bit writes its place into cell i; all clear bits (and any beyond k) write into a spare cell
@@ -148,10 +148,10 @@ def elias_fano_decode(payload: Tensor, n: int, k: int) -> Tensor:
     return ((upper << low) | unpack_fields(payload[:head], k, low)).clamp_(0, n - 1)
 
 
-def _low_bits(n: int, k: int) -> int:
+def low_bits(n: int, k: int) -> int:
     return (n // k).bit_length() - 1
 
 
 def _upper_length(n: int, k: int) -> int:
     """Bytes of the bit vector."""
-    return -(-(k + (n >> _low_bits(n, k)) + 1) // 8)
+    return -(-(k + (n >> low_bits(n, k)) + 1) // 8)

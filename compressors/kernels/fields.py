@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from commlib.compressors.kernels.jit import Bytes, Words, jit
+from commlib.compressors.kernels.jit import Bytes, Places, Words, jit
 
 
 @jit
-def pack(codes: Words, count: int, first: int, width: int, fields: Bytes) -> None:
+def pack(codes: Words | Places, count: int, first: int, width: int, fields: Bytes) -> None:
     """Fields ``first`` … of ``width`` bits each. A byte is begun by the first field that lies in it."""
     if width == 8:
         part = fields[first : first + count]
@@ -20,7 +20,7 @@ def pack(codes: Words, count: int, first: int, width: int, fields: Bytes) -> Non
             part[j] = np.uint8(codes[2 * j] | codes[2 * j + 1] << 4)
         if count % 2:
             fields[(first + count) // 2] = np.uint8(codes[count - 1])
-    else:
+    elif width:
         for i in range(count):
             byte, shift = (first + i) * width // 8, (first + i) * width % 8
             word = np.uint64(codes[i]) << np.uint64(shift)
@@ -30,7 +30,7 @@ def pack(codes: Words, count: int, first: int, width: int, fields: Bytes) -> Non
 
 
 @jit
-def unpack(fields: Bytes, first: int, count: int, width: int, codes: Words) -> None:
+def unpack(fields: Bytes, first: int, count: int, width: int, codes: Words | Places) -> None:
     """The inverse."""
     if width == 8:
         part = fields[first : first + count]
@@ -50,7 +50,7 @@ def unpack(fields: Bytes, first: int, count: int, width: int, codes: Words) -> N
             word = np.uint64(0)
             for k in range((shift + width + 7) // 8):
                 word |= np.uint64(fields[byte + k]) << np.uint64(8 * k)
-            codes[i] = np.int32((word >> np.uint64(shift)) & np.uint64((1 << width) - 1))
+            codes[i] = np.int64((word >> np.uint64(shift)) & np.uint64((1 << width) - 1))
 
 
 @jit

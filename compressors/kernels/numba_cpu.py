@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from commlib.compressors.kernels import casts, powers, reference, signs
+from commlib.compressors.kernels import casts, elias_fano, powers, reference, signs
 from commlib.compressors.kernels import largest as _largest
 from commlib.compressors.kernels import levels as _levels
+from commlib.compressors.kernels.bits import fields_nbytes, low_bits
 from commlib.compressors.kernels.jit import Bytes, Floats, Places, Words
 from commlib.compressors.kernels.random import key
 from commlib.slots import Carry
@@ -111,6 +112,21 @@ def natural_decode(payloads: Tensor, out: Tensor, *, add: bool, scale: float) ->
         powers.natural_decode(scale_of, codes, out.numpy(), add, scale)
 
 
+def places_encode(indices: Tensor, n: int, payload: Tensor) -> None:
+    """See ``bits.elias_fano_encode``."""
+    low, k = low_bits(n, len(indices)), len(indices)
+    whole, head = payload.numpy(), fields_nbytes(k, low)
+    elias_fano.encode(indices.numpy(), low, whole[:head], whole[head:])
+
+
+def places_decode(payload: Tensor, n: int, k: int) -> Tensor:
+    """See ``bits.elias_fano_decode``."""
+    low, places = low_bits(n, k), np.empty(k, np.int64)
+    whole, head = payload.numpy(), fields_nbytes(k, low)
+    elias_fano.decode(whole[:head], whole[head:], low, n, places)
+    return torch.from_numpy(places)
+
+
 def largest(x: Tensor, k: int, carry: Carry | None = None) -> tuple[Tensor, Tensor]:
     """See ``reference``."""
     arrays = xs, old, v, carried = _joined(x, carry)
@@ -153,7 +169,7 @@ def _room(n: int) -> tuple[Places, Floats]:
 
 def _expected(n: int, k: int) -> tuple[int, Words, int]:
     """(room for the candidates, for a sample, whose value of what rank to take) so that there are k, as a rule."""
-    found = np.empty(min(n, _largest.SAMPLE), np.int32)
+    found = np.empty(min(n, max(1024, min(n // 16, _largest.SAMPLE))), np.int32)
     share = k * len(found) / max(1, n)
     spare = 4 * share**0.5 + 4  # four standard deviations
     room = min(n, math.ceil((share + 2 * spare + 8) * n / max(1, len(found))))

@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from commlib.compressors.kernels.bits import elias_fano_decode, elias_fano_encode
 from commlib.compressors.kernels.random import hash32
 from commlib.slots import Carry
+
+places_encode, places_decode = elias_fano_encode, elias_fano_decode
 
 _MAGNITUDE = 0x7FFFFFFF
 

@@ -148,7 +148,8 @@ def _largest(typing: Any, v: Any, index: Any) -> Any:
         words = ir.VectorType(ir.IntType(32), WIDTH)
         sizes = builder.and_(builder.bitcast(values, words), _filled(32, 0x7FFFFFFF))
         kind = ir.FunctionType(ir.IntType(32), [words])
-        reduce = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.smax.v{WIDTH}i32")
+        insert: Any = cgutils.get_or_insert_function
+        reduce = insert(builder.module, kind, f"llvm.vector.reduce.smax.v{WIDTH}i32")
         return builder.call(reduce, [sizes])
 
     return types.int32(v, types.intp), generate

@@ -45,6 +45,23 @@ def test_backward_hands_out_the_prepared_gradients_in_reverse_order() -> None:
         assert torch.equal(parameter.grad, model.gradient(name))  # type: ignore[arg-type]
 
 
+def test_gradients_taken_back_come_again_at_the_same_place_whatever_was_written_there() -> None:
+    model = Replay(SHAPES)
+    model().backward()
+    places = {name: p.grad.data_ptr() for name, p in model.named_parameters() if p.grad is not None}
+    for _ in range(3):
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.zero_()
+        model.take_back()
+        assert all(p.grad is None for p in model.parameters())
+        model().backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            assert parameter.grad.data_ptr() == places[name]
+            assert torch.equal(parameter.grad, model.gradient(name))
+
+
 def test_whoever_writes_into_a_gradient_does_not_change_the_next_one() -> None:
     model = Replay(SHAPES)
     before = {name: model.gradient(name).clone() for name, _ in SHAPES}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from commlib.compressors.kernels import numba_cpu, reference
+from commlib.compressors.kernels.bits import elias_fano_nbytes
 from commlib.compressors.kernels.choice import Kernels
 from commlib.slots import Carry
 from loops import LOOPS, Loop, same, vectors
@@ -65,6 +66,26 @@ def test_takes_the_largest_that_the_reference_takes(x: Tensor, share: float, car
     assert torch.equal(places, wanted)
     assert same(values, theirs)
     assert same(kept, left)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), n=st.one_of(st.integers(1, 300), st.integers(1, 10**12)))
+def test_codes_places_as_the_reference_does(data: st.DataObject, n: int) -> None:
+    some = sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=1, max_size=100)))
+    places = torch.tensor(some)
+    payloads = [torch.full((elias_fano_nbytes(n, len(some)),), 255, dtype=torch.uint8) for _ in range(2)]
+    for kernels, payload in zip((COMPILED, PLAIN), payloads, strict=True):
+        kernels.places_encode(places, n, payload)
+    assert torch.equal(*payloads)
+    assert torch.equal(COMPILED.places_decode(payloads[0], n, len(some)), places)
+
+
+@given(data=st.binary(min_size=40, max_size=40), k=st.integers(1, 60))
+def test_places_are_within_the_layer_whatever_the_bytes_are(data: bytes, k: int) -> None:
+    payload = torch.tensor(list(data), dtype=torch.uint8)[: elias_fano_nbytes(100, k)]
+    places = COMPILED.places_decode(payload, 100, k)
+    assert len(places) == k
+    assert 0 <= places.min() <= places.max() < 100
 
 
 def test_takes_the_largest_of_what_a_sample_says_little_about() -> None:

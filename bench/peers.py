@@ -71,9 +71,10 @@ def peers(gradient: Tensor) -> dict[str, Once]:
     """
     fp16: Any = _Bucket(gradient.clone())
     low_rank: Any = _Bucket(gradient.clone())
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=2)
+    default: Any = None  # the default group
+    state = powerSGD_hook.PowerSGDState(default, matrix_approximation_rank=RANK, start_powerSGD_iter=2)
     hooks: dict[str, Once] = {
-        "torch-fp16": lambda: default_hooks.fp16_compress_hook(None, fp16).wait(),
+        "torch-fp16": lambda: default_hooks.fp16_compress_hook(default, fp16).wait(),
         "torch-int8": lambda: _int8(gradient),
         f"torch-powersgd:rank={RANK}": lambda: powerSGD_hook.powerSGD_hook(state, low_rank).wait(),
     }

@@ -60,6 +60,7 @@ class Pilot:
         self._barred: dict[str, str] = {}
         self._ratios: list[float] = []  # planned / dense, of this trial's rounds
         self._reference: Figures | None = None  # what steady steps have been like
+        self._doubted: Figures | None = None  # the reference before a probe, until one is believed
         self._now = Decision()
         self._looked_again = False
         self._suspected = False  # the last review has found steps to be others for sure
@@ -139,7 +140,10 @@ class Pilot:
         suspected, self._suspected = self._suspected, sure
         if drifted and ((sure and suspected) or self._probe_s < _PROBE_SHARE * self._earned):
             self._suspected = False
-            self._reference = f  # if it is not the link, this is what steps are like now
+            self._doubted, self._reference = (
+                (ref if self._doubted is None else None),
+                f,
+            )  # if it is not the link, this is what steps are like now
             said = f"steps take {ms(f.span)} instead of {ms(ref.span)}: measuring the link"
             return dataclasses.replace(now, probe=True, steps=1, said=said)
         return dataclasses.replace(now, steps=_AGAIN) if sure else now
@@ -151,8 +155,12 @@ class Pilot:
         change = now / was if was else math.inf if now else 1.0  # of none that shows, one that does is another
         self._earned = math.inf
         if (least := self._least_s(link)) > _SURE * f.span:
-            self._earned = 0.0
+            if self._doubted is None:  # for the second time
+                self._earned = 0.0
+            else:  # something was in the way: the next review finds steps as much changed, and measures again
+                self._reference = self._doubted
             return self._stay(f"not believed: {mbit(link)}, with which a step could not take less than {ms(least)}")
+        self._doubted = None
         if 1 / _OTHER_LINK < change < _OTHER_LINK:
             self._earned = 0.0
             if dense_now or dense is None or f.span < _CLEAR * dense.span:

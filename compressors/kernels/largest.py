@@ -20,18 +20,18 @@ SAMPLE = 32768
 @jit
 def sample(x: Floats, old: Floats, carried: bool, found: Words) -> None:
     """Magnitudes at about equal distances."""
-    n = len(x)
+    step = max(1, len(x) // max(1, len(found)))
     for j in range(len(found)):
-        i = j * n // len(found)
+        i = j * step
         found[j] = vector.as_bits(x[i] + old[i] if carried else x[i]) & MAGNITUDE
 
 
 @jit
 def moved_sample(g: Floats, factor: Scalar, old: Floats, nesterov: bool, residual: Floats, found: Words) -> None:
     """The same of what :func:`moved_candidates` makes."""
-    n = len(g)
+    step = max(1, len(g) // max(1, len(found)))
     for j in range(len(found)):
-        i = j * n // len(found)
+        i = j * step
         moved = old[i] * factor + g[i]
         found[j] = vector.as_bits(residual[i] + (moved * factor + g[i] if nesterov else moved)) & MAGNITUDE
 

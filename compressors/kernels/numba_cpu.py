@@ -169,7 +169,7 @@ def _room(n: int) -> tuple[Places, Floats]:
 
 def _expected(n: int, k: int) -> tuple[int, Words, int]:
     """(room for the candidates, for a sample, whose value of what rank to take) so that there are k, as a rule."""
-    found = np.empty(min(n, max(1024, min(n // 16, _largest.SAMPLE))), np.int32)
+    found = np.empty(min(n, max(1024, min(n // 64, _largest.SAMPLE))), np.int32)
     share = k * len(found) / max(1, n)
     spare = 4 * share**0.5 + 4  # four standard deviations
     room = min(n, math.ceil((share + 2 * spare + 8) * n / max(1, len(found))))

@@ -72,7 +72,7 @@ def resent(lab: Lab, host: int) -> int:
 @pytest.mark.parametrize("rate", [20e6, 100e6])
 def test_a_stream_gets_the_rate_less_its_headers(lab: MakeLab, rate: float) -> None:
     hosts = lab(2, rate)
-    measured = stream(hosts, 0, 1, round(rate / 8))
+    measured = max(stream(hosts, 0, 1, round(rate / 8)) for _ in range(3))  # whatever else runs can but slow it down
     headers = 1448 / 1514  # TCP payload of a full frame
     assert 0.8 * headers * rate < measured * 1e6 < 1.06 * headers * rate
 

@@ -64,7 +64,7 @@ def test_two_ranks_json_and_saved(capsys: pytest.CaptureFixture[str], tmp_path: 
 @pytest.mark.slow
 def test_a_table_and_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    link(op=["send_recv"], largest="64kB", seconds=1, plot=tmp_path / "link.svg")
+    link(op=["send_recv"], largest="64kB", seconds=3, plot=tmp_path / "link.svg")
     out = capsys.readouterr().out
     assert "2 ranks" in out
     assert "raw TCP line" in out

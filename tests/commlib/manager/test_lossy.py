@@ -146,6 +146,25 @@ def test_a_probe_with_which_the_last_steps_could_not_have_been_is_not_believed()
     assert (decision.routes, decision.phase, pilot._known.link) == (routes_before, "steady", before)
 
 
+def test_a_probe_that_is_not_believed_is_made_once_more() -> None:
+    """Something was in its way, perhaps; but if the next is not believed either, another must be earned."""
+    pilot = Pilot(model())
+    pilot.first()
+    for _ in range(40):
+        decision = pilot.review(figures(span=0.2))
+        if decision.phase == "steady" and not decision.probe:
+            break
+    far_slower = Link(4, Line(1e-4, 1e-4), Line(1e-4, 1e-4))
+    pilot._reference = figures(span=0.2)
+    probes, believed = 0, 0
+    for _ in range(10):
+        decision = pilot.review(figures(span=0.4, link=far_slower if decision.probe else None))
+        probes += decision.probe
+        believed += "instead of" in decision.said and not decision.probe
+    assert probes == 2
+    assert not believed
+
+
 BY_ROWS = "int8:ef=off@factors"
 
 

@@ -140,10 +140,8 @@ class Pilot:
         suspected, self._suspected = self._suspected, sure
         if drifted and ((sure and suspected) or self._probe_s < _PROBE_SHARE * self._earned):
             self._suspected = False
-            self._doubted, self._reference = (
-                (ref if self._doubted is None else None),
-                f,
-            )  # if it is not the link, this is what steps are like now
+            self._doubted = ref if self._doubted is None else None
+            self._reference = f  # if it is not the link, this is what steps are like now
             said = f"steps take {ms(f.span)} instead of {ms(ref.span)}: measuring the link"
             return dataclasses.replace(now, probe=True, steps=1, said=said)
         return dataclasses.replace(now, steps=_AGAIN) if sure else now

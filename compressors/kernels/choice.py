@@ -1,4 +1,4 @@
-"""Which implementation of the codecs' loops runs: numba's for CPU tensors, Triton's for CUDA's, or the reference."""
+"""Which implementation of the codecs' loops runs: numba's for CPU tensors, or the reference."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from commlib.errors import MissingDependency
 from commlib.slots import Carry
 
 VARIABLE = "COMMLIB_KERNELS"
-_MODULES = {"reference": "reference", "numba": "numba_cpu", "triton": "triton_gpu"}
-_FASTEST = {"cpu": "numba", "cuda": "triton"}
+_MODULES = {"reference": "reference", "numba": "numba_cpu"}
+_FASTEST = {"cpu": "numba"}
 _log = logging.getLogger("commlib")
 
 

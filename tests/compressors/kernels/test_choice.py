@@ -29,6 +29,7 @@ def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
 def test_the_fastest_for_the_device_that_is_installed() -> None:
     assert choice.kernels(torch.zeros(1)).name == "numba"
     assert choice.implementation("meta").name == "reference"
+    assert choice.implementation("cuda").name == "reference"
 
 
 def test_without_numba_the_reference_runs_and_says_so_once(
@@ -56,7 +57,7 @@ def test_one_that_is_forced_and_missing_or_unknown_is_an_error(monkeypatch: pyte
     with pytest.raises(MissingDependency, match=r"needs numba: pip install 'torch-commlib\[numba\]'"):
         choice.kernels(torch.zeros(1))
     monkeypatch.setenv(choice.VARIABLE, "fortran")
-    with pytest.raises(ValueError, match="COMMLIB_KERNELS must be one of reference, numba, triton, got 'fortran'"):
+    with pytest.raises(ValueError, match="COMMLIB_KERNELS must be one of reference, numba, got 'fortran'"):
         choice.kernels(torch.zeros(1))
 
 

@@ -55,6 +55,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # PyTorch's modules and thousands of tests need no looking through again and again
+
+
 @pytest.fixture(scope="session")
 def fleet() -> Iterator[Fleet]:
     """Rank processes that live as long as the session (tests/fleet.py)."""

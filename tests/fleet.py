@@ -97,6 +97,7 @@ class Fleet:
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # PyTorch's modules need no looking through after each job
     warnings.simplefilter("ignore")
     with contextlib.suppress(EOFError):
         while True:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "two_levels.py"
-LAYERS = 4
+LAYERS = 2
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.checkout, pytest.mark.timeout(240)]
 
 
@@ -19,7 +19,7 @@ def test_two_levels_send_two_thirds_of_a_flat_rings_bytes_between_2x2_ranks_and_
         pytest.skip(no_lab)
     command = [sys.executable, "-m", "commlib", "bench", "lab", "--hosts", "2", "--ranks-per-host", "2"]
     done = subprocess.run(
-        [*command, "--rate", "200mbit", "--", sys.executable, str(EXAMPLE), "--layers", str(LAYERS), "--steps", "4"],
+        [*command, "--rate", "200mbit", "--", sys.executable, str(EXAMPLE), "--layers", str(LAYERS), "--steps", "3"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

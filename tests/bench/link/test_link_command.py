@@ -74,14 +74,16 @@ def test_a_table_and_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert len(drawn) > 10_000
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_lab(lab: object, capsys: pytest.CaptureFixture[str]) -> None:
     link(hosts=4, rate="200mbit", op=["all_reduce"], smallest="64kB", largest="1MB", seconds=6, as_json=True)
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert rows[0]["run"]["rate"] == "200mbit"
     assert len(rows) == 3
+    assert rows[-1]["of_line"] > 0.1  # of the smaller ones most is latency, which is the machine's
     for row in rows:
-        assert 0.1 < row["of_line"] < 1.3
+        assert row["of_line"] < 1.3
         assert abs(row["off"]) < 0.6
 
 

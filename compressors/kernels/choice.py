@@ -1,4 +1,4 @@
-"""Which implementation of the codecs' loops runs: numba's for CPU tensors, or the reference."""
+"""Which implementation of the codecs' loops runs: numba's for CPU tensors, Triton's for CUDA tensors, or the reference."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from commlib.errors import MissingDependency
 from commlib.slots import Carry
 
 VARIABLE = "COMMLIB_KERNELS"
-_MODULES = {"reference": "reference", "numba": "numba_cpu"}
-_FASTEST = {"cpu": "numba"}
+_MODULES = {"reference": "reference", "numba": "numba_cpu", "triton": "triton_gpu"}
+_FASTEST = {"cpu": "numba", "cuda": "triton"}
 _log = logging.getLogger("commlib")
 
 
@@ -60,7 +60,7 @@ def kernels(like: Tensor) -> Kernels:
     The environment variable ``COMMLIB_KERNELS`` forces one.
 
     Raises:
-        ValueError: it names none.
+        ValueError: it names none, or Triton's for CPU tensors, where Triton does not interpret its kernels.
         MissingDependency: it names one that is not installed.
     """
     plain = type(like) in (Tensor, torch.nn.Parameter)
@@ -73,7 +73,9 @@ def implementation(device: str, forced: str = "") -> Kernels:
     if forced and forced not in _MODULES:
         raise ValueError(f"{VARIABLE} must be one of {', '.join(_MODULES)}, got {forced!r}")
     wanted = _FASTEST.get(device, "reference")
-    if forced and forced != wanted:
+    if (device, forced) == ("cpu", "triton"):
+        wanted = forced
+    elif forced and forced != wanted:
         wanted = "reference"
     if wanted == "reference":
         return cast(Kernels, reference)
@@ -82,4 +84,7 @@ def implementation(device: str, forced: str = "") -> Kernels:
             raise MissingDependency(f"{VARIABLE}={forced} needs {wanted}: pip install 'torch-commlib[{wanted}]'")
         _log.warning("codecs run slowly on %s tensors: pip install 'torch-commlib[%s]'", device, wanted)
         return cast(Kernels, reference)
-    return cast(Kernels, importlib.import_module(f"commlib.compressors.kernels.{_MODULES[wanted]}"))
+    module = importlib.import_module(f"commlib.compressors.kernels.{_MODULES[wanted]}")
+    if device == "cpu" and wanted == "triton" and not module.interpreted():
+        raise ValueError(f"{VARIABLE}=triton needs TRITON_INTERPRET=1 for cpu tensors, set before Python starts")
+    return cast(Kernels, module)

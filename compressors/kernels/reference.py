@@ -24,7 +24,7 @@ from commlib.compressors.kernels.random import uniform
 from commlib.slots import Carry
 
 __all__ = [
-    "cast_decode", "cast_encode", "fold", "largest", "largest_moved", "levels_decode", "linear_encode", "name",
+    "cast_decode", "cast_encode", "fold", "inverse", "largest", "largest_moved", "levels_decode", "linear_encode", "name",
     "natural_decode", "natural_encode", "norm_encode", "places_decode", "places_encode", "power_of_two", "sign_decode",
     "sign_encode", "ternary_decode", "ternary_encode", "two_means_decode", "two_means_encode",
 ]  # fmt: skip
@@ -194,7 +194,7 @@ def _over(number: int, y: Tensor) -> Tensor:
     return torch.full_like(y, number) / y
 
 
-def _inverse(levels: int) -> float:
+def inverse(levels: int) -> float:
     """1/L in float32."""
     return float(1 / torch.tensor(float(levels)))
 
@@ -212,7 +212,7 @@ def levels_decode(payloads: Tensor, out: Tensor, block: int, levels: int, *, add
     head = 4 * -(-n // block)
     for p, payload in enumerate(payloads):
         codes = bits.unpack_fields(payload[head:], n, (2 * levels).bit_length())
-        share = blocks((codes - levels).float() * _inverse(levels), block)
+        share = blocks((codes - levels).float() * inverse(levels), block)
         values = share * payload[:head].view(torch.float32)[:, None]
         store(values.view(-1)[:n], out, add=add or p > 0, scale=scale)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -29,7 +32,7 @@ def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
 def test_the_fastest_for_the_device_that_is_installed() -> None:
     assert choice.kernels(torch.zeros(1)).name == "numba"
     assert choice.implementation("meta").name == "reference"
-    assert choice.implementation("cuda").name == "reference"
+    assert choice.implementation("cuda").name == "triton"
 
 
 def test_without_numba_the_reference_runs_and_says_so_once(
@@ -43,12 +46,44 @@ def test_without_numba_the_reference_runs_and_says_so_once(
     ]
 
 
+def test_without_triton_cuda_tensors_have_the_reference(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    without(monkeypatch, "triton")
+    with caplog.at_level(logging.WARNING, "commlib"):
+        assert choice.implementation("cuda").name == "reference"
+    assert caplog.messages == ["codecs run slowly on cuda tensors: pip install 'torch-commlib[triton]'"]
+
+
 def test_the_environment_forces_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(choice.VARIABLE, "reference")
     assert choice.kernels(torch.zeros(1)).name == "reference"
     monkeypatch.setenv(choice.VARIABLE, "numba")
     assert choice.kernels(torch.zeros(1)).name == "numba"
     assert choice.implementation("cuda", "numba").name == "reference"
+    assert choice.implementation("cuda", "triton").name == "triton"
+    assert choice.implementation("meta", "triton").name == "reference"
+
+
+FORCED = """
+import torch
+from commlib.registry import make
+codec, x, y = make("onebit:ef=off"), torch.tensor([-1.0, 2.0, 4.0]), torch.empty(3)
+payload = torch.zeros(9, dtype=torch.uint8)
+codec.compress(x, payload)
+codec.decompress(payload, y)
+print(codec.kernels(x), y.tolist())
+"""
+
+
+@pytest.mark.parametrize("interpret", ["0", "1"])
+def test_triton_is_for_cpu_tensors_if_it_interprets(interpret: str) -> None:
+    env = {**os.environ, choice.VARIABLE: "triton", "TRITON_INTERPRET": interpret}
+    done = subprocess.run([sys.executable, "-c", FORCED], env=env, capture_output=True, text=True, check=False)
+    if interpret == "1":
+        assert done.stdout == "triton [-1.0, 3.0, 3.0]\n", done.stderr
+    else:
+        assert "ValueError: COMMLIB_KERNELS=triton needs TRITON_INTERPRET=1 for cpu tensors" in done.stderr
 
 
 def test_one_that_is_forced_and_missing_or_unknown_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +92,7 @@ def test_one_that_is_forced_and_missing_or_unknown_is_an_error(monkeypatch: pyte
     with pytest.raises(MissingDependency, match=r"needs numba: pip install 'torch-commlib\[numba\]'"):
         choice.kernels(torch.zeros(1))
     monkeypatch.setenv(choice.VARIABLE, "fortran")
-    with pytest.raises(ValueError, match="COMMLIB_KERNELS must be one of reference, numba, got 'fortran'"):
+    with pytest.raises(ValueError, match="COMMLIB_KERNELS must be one of reference, numba, triton, got 'fortran'"):
         choice.kernels(torch.zeros(1))
 
 

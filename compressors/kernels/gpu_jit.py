@@ -1,0 +1,40 @@
+"""How kernels for GPUs are compiled and started. With ``TRITON_INTERPRET=1`` at import Triton interprets them on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+import triton
+from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_SEED = ("low", "high")
+
+
+def jit(kernel: F) -> F:
+    """Compiles a kernel, or a part of one, when it is first run; words of a seed never make a variant of their own."""
+    words = [name for name in _SEED if name in kernel.__code__.co_varnames]
+    return cast(F, triton.jit(kernel, do_not_specialize=words))
+
+
+def interpreted() -> bool:
+    """Whether kernels are interpreted, and so run on CPU tensors; decided when this file is imported."""
+    return not isinstance(_probe, triton.JITFunction)
+
+
+@jit
+def _probe() -> None:
+    """What Triton makes of a kernel."""
+
+
+def launch(kernel: Any, programs: int, like: Tensor, *args: Any, warps: int = 4, **constants: Any) -> None:
+    """Start so many programs of a kernel on the device of a tensor, on its current stream.
+
+    Float arithmetic is done as written: a fused multiply-add would round once where the reference rounds twice.
+    """
+    with torch.cuda.device(like.device) if like.is_cuda else contextlib.nullcontext():
+        kernel[(programs,)](*args, num_warps=warps, enable_fp_fusion=False, **constants)

@@ -110,7 +110,7 @@ class Compressor(ABC):
         return self
 
     def kernels(self, like: Tensor) -> str:
-        """Which implementation runs for tensors like this one: ``reference``, ``numba``, ``triton``, or torch's own operators."""
+        """Which implementation runs for tensors like this one: one that ``COMMLIB_KERNELS`` knows, or torch's operators."""
         return "torch"
 
     def dense_form(self) -> Compressor | None:

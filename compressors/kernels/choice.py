@@ -1,4 +1,4 @@
-"""Which implementation of the codecs' loops runs: numba's for CPU tensors, Triton's for CUDA tensors, or the reference."""
+"""Which implementation of the codecs' loops runs: numba's for the CPU, Triton's for CUDA, or the reference."""
 
 from __future__ import annotations
 

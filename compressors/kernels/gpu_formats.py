@@ -1,4 +1,7 @@
-"""Kernels of the codecs that shorten each value's format: to float16, bfloat16 or a power of two. Arguments as in ``gpu_signs``."""
+"""Kernels of the codecs that shorten each value's format: to float16, bfloat16 or a power of two.
+
+Arguments as in ``gpu_signs``.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +47,8 @@ def _widened(short: tl.tensor, BRAIN: tl.constexpr) -> tl.tensor:
 
 @jit
 def cast_encode(
-    x: tl.tensor, old: tl.tensor, new: tl.tensor, payload: tl.tensor, n: tl.tensor,
-    CARRIED: tl.constexpr, BRAIN: tl.constexpr, WIDTH: tl.constexpr,
+    x: tl.tensor, old: tl.tensor, new: tl.tensor, payload: tl.tensor, n: tl.tensor, CARRIED: tl.constexpr,
+    BRAIN: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
     """To bfloat16 (BRAIN) or float16."""
     i = _indices(WIDTH)
@@ -59,7 +62,7 @@ def cast_encode(
 
 @jit
 def _sent(
-    payload: tl.tensor, i: tl.tensor, there: tl.tensor, scale: tl.tensor, BRAIN: tl.constexpr
+    payload: tl.tensor, i: tl.tensor, there: tl.tensor, scale: tl.tensor, BRAIN: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """What one payload says of values, times the scale."""
     return _widened(tl.load(payload.to(tl.pointer_type(tl.uint16)) + i, mask=there, other=0), BRAIN) * scale

@@ -1,4 +1,4 @@
-"""How kernels for GPUs are compiled and started. With ``TRITON_INTERPRET=1`` at import Triton interprets them on the CPU."""
+"""How kernels for GPUs are compiled and started; with ``TRITON_INTERPRET=1`` at import Triton interprets them."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ MAGIC = tl.constexpr(float(3 << 22))  # added and taken away again it rounds to 
 
 @jit
 def _begin(
-    payload: tl.tensor, i: tl.tensor, row: tl.tensor, block: tl.tensor, there: tl.tensor, scale: tl.tensor
+    payload: tl.tensor, i: tl.tensor, row: tl.tensor, block: tl.tensor, there: tl.tensor, scale: tl.tensor,
 ) -> None:  # fmt: skip
     """Write a block's scale where its first value is."""
     every = tl.zeros_like(i)
@@ -37,11 +37,11 @@ def _begin(
 
 @jit
 def levels_encode(
-    x: tl.tensor, old: tl.tensor, new: tl.tensor, payload: tl.tensor, head: tl.tensor, nbytes: tl.tensor,
-    n: tl.tensor, block: tl.tensor, chunks: tl.tensor, blocks: tl.tensor, top: tl.tensor, inverse: tl.tensor,
-    low: tl.tensor, high: tl.tensor, maxima: tl.tensor, squares: tl.tensor,
-    CARRIED: tl.constexpr, NORM: tl.constexpr, KNOWN: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    FLAT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BYTES: tl.constexpr,
+    x: tl.tensor, old: tl.tensor, new: tl.tensor, payload: tl.tensor, head: tl.tensor, nbytes: tl.tensor, n: tl.tensor,
+    block: tl.tensor, chunks: tl.tensor, blocks: tl.tensor, top: tl.tensor, inverse: tl.tensor, low: tl.tensor,
+    high: tl.tensor, maxima: tl.tensor, squares: tl.tensor, CARRIED: tl.constexpr, NORM: tl.constexpr,
+    KNOWN: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FLAT: tl.constexpr, BITS: tl.constexpr,
+    GROUP: tl.constexpr, BYTES: tl.constexpr,
 ) -> None:  # fmt: skip
     """The nearest levels of blocks' absmax, or (NORM) levels of their norm at random.
 
@@ -58,10 +58,7 @@ def levels_encode(
     up, down, power = normal(absmax)
     y = units(v, up, down)
     if NORM:
-        if KNOWN:
-            square = tl.load(squares + row, mask=row < blocks, other=0.0)
-        else:
-            square = halved(y * y, ROWS, WIDTH)[:, None]
+        square = tl.load(squares + row, mask=row < blocks, other=0.0) if KNOWN else halved(y * y, ROWS, WIDTH)[:, None]
         length = tl.sqrt_rn(square)
         scale = length * power
         share = tl.minimum(tl.abs(y) * tl.div_rn(top, tl.maximum(length, 1.0)), top)
@@ -82,8 +79,8 @@ def levels_encode(
 @jit
 def _level(
     payload: tl.tensor, head: tl.tensor, nbytes: tl.tensor, row: tl.tensor, i: tl.tensor, there: tl.tensor,
-    n: tl.tensor, block: tl.tensor, middle: tl.tensor, inverse: tl.tensor, scale: tl.tensor,
-    BITS: tl.constexpr, SPAN: tl.constexpr,
+    n: tl.tensor, block: tl.tensor, middle: tl.tensor, inverse: tl.tensor, scale: tl.tensor, BITS: tl.constexpr,
+    SPAN: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """What one payload says of values, times the scale; of trits if BITS is 0."""
     if BITS == 0:
@@ -119,9 +116,8 @@ def decode(
 
 @jit
 def trits_encode(
-    x: tl.tensor, old: tl.tensor, new: tl.tensor, payload: tl.tensor, head: tl.tensor, nbytes: tl.tensor,
-    n: tl.tensor, block: tl.tensor, low: tl.tensor, high: tl.tensor, maxima: tl.tensor,
-    CARRIED: tl.constexpr, BYTES: tl.constexpr,
+    x: tl.tensor, old: tl.tensor, new: tl.tensor, payload: tl.tensor, head: tl.tensor, nbytes: tl.tensor, n: tl.tensor,
+    block: tl.tensor, low: tl.tensor, high: tl.tensor, maxima: tl.tensor, CARRIED: tl.constexpr, BYTES: tl.constexpr,
 ) -> None:  # fmt: skip
     """−absmax, 0 or absmax at random, of blocks whose ``maxima`` are known; five values to a byte."""
     byte = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)[:, None]

@@ -1,8 +1,8 @@
 """Kernels of the codecs of one bit a value.
 
 Arguments named alike mean the same in all files of kernels: ``old`` and ``new`` are of a carry (x itself, and neither
-read nor written, where there is none), ``head`` is where a payload's packed numbers begin, ``nbytes`` how many bytes these
-are. A sum of zeros is +0, as one is in which the reference has filled up zeros, unless it has not (FULL).
+read nor written, where there is none), ``head`` is where a payload's packed numbers begin, ``nbytes`` how many bytes
+these are.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from commlib.compressors.kernels.gpu_tiles import floats, halved, joined, pack, 
 
 
 @jit
-def _whole(v: tl.tensor, COLUMNS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr) -> tl.tensor:
+def _whole(v: tl.tensor, COLUMNS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
     """Sums of columns in PARTS rows each."""
     parts = tl.reshape(halved(v, COLUMNS * PARTS, WIDTH), (COLUMNS, PARTS))
-    return halved(parts, COLUMNS, PARTS) if FULL else halved(parts, COLUMNS, PARTS) + 0.0
+    return halved(parts, COLUMNS, PARTS)
 
 
 @jit
@@ -28,8 +28,8 @@ def _rows(x: tl.tensor, COLUMNS: tl.constexpr, PARTS: tl.constexpr) -> tl.tensor
 
 @jit
 def columns_encode(
-    x: tl.tensor, old: tl.tensor, new: tl.tensor, payload: tl.tensor, head: tl.tensor, nbytes: tl.tensor, n: tl.tensor, column: tl.tensor,
-    CARRIED: tl.constexpr, FULL: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    x: tl.tensor, old: tl.tensor, new: tl.tensor, payload: tl.tensor, head: tl.tensor, nbytes: tl.tensor, n: tl.tensor,
+    column: tl.tensor, CARRIED: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
     """Two means, and all else, of columns that fit into a program: PARTS rows of WIDTH values each."""
     begin = tl.program_id(0).to(tl.int64) * COLUMNS
@@ -43,8 +43,8 @@ def columns_encode(
     ones = tl.sum(tl.reshape(tl.sum(upper.to(tl.int32), axis=1), (COLUMNS, PARTS)), axis=1)
     c = begin + tl.arange(0, COLUMNS)
     there_are = (tl.minimum(c * column + column, n) - c * column).to(tl.int32)
-    sum_low = _whole(tl.where(upper, 0.0, v), COLUMNS, PARTS, WIDTH, FULL)
-    sum_up = _whole(tl.where(upper, v, 0.0), COLUMNS, PARTS, WIDTH, FULL)
+    sum_low = _whole(tl.where(upper, 0.0, v), COLUMNS, PARTS, WIDTH)
+    sum_up = _whole(tl.where(upper, v, 0.0), COLUMNS, PARTS, WIDTH)
     low = tl.div_rn(sum_low, tl.maximum(there_are - ones, 1).to(tl.float32))
     up = tl.div_rn(sum_up, tl.maximum(ones, 1).to(tl.float32))
     tl.store(floats(payload) + 2 * c, low, mask=c * column < n)
@@ -57,9 +57,9 @@ def columns_encode(
 
 @jit
 def sides_encode(
-    x: tl.tensor, old: tl.tensor, new: tl.tensor, payload: tl.tensor, head: tl.tensor, nbytes: tl.tensor, n: tl.tensor, column: tl.tensor,
-    chunks: tl.tensor, sums: tl.tensor, counts: tl.tensor, columns: tl.tensor,
-    CARRIED: tl.constexpr, FULL: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FLAT: tl.constexpr,
+    x: tl.tensor, old: tl.tensor, new: tl.tensor, payload: tl.tensor, head: tl.tensor, nbytes: tl.tensor, n: tl.tensor,
+    column: tl.tensor, chunks: tl.tensor, sums: tl.tensor, counts: tl.tensor, columns: tl.tensor,
+    CARRIED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FLAT: tl.constexpr,
 ) -> None:  # fmt: skip
     """Two means of columns of any length, whose sums are known."""
     first, last, row = tile(n, column, chunks, ROWS, WIDTH, FLAT)
@@ -67,9 +67,6 @@ def sides_encode(
     there, real = i < last, row < columns
     sum_low = tl.load(sums + row, mask=real, other=0.0)
     sum_up = tl.load(sums + columns + row, mask=real, other=0.0)
-    if not FULL:
-        sum_low += 0.0
-        sum_up += 0.0
     ones = tl.load(counts + row, mask=real, other=0)
     there_are = tl.minimum(row * column + column, n) - row * column
     low = tl.div_rn(sum_low, tl.maximum(there_are - ones, 1).to(tl.float32))
@@ -86,9 +83,9 @@ def sides_encode(
 
 @jit
 def signs_encode(
-    x: tl.tensor, old: tl.tensor, new: tl.tensor, payload: tl.tensor, nbytes: tl.tensor, n: tl.tensor, chunks: tl.tensor,
-    total: tl.tensor, count: tl.tensor,
-    CARRIED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FLAT: tl.constexpr,
+    x: tl.tensor, old: tl.tensor, new: tl.tensor, payload: tl.tensor, nbytes: tl.tensor, n: tl.tensor,
+    chunks: tl.tensor, total: tl.tensor, count: tl.tensor, CARRIED: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, FLAT: tl.constexpr,
 ) -> None:  # fmt: skip
     """The mean of magnitudes, whose sum is known, and signs."""
     first, last, _ = tile(n, n, chunks, ROWS, WIDTH, FLAT)
@@ -105,8 +102,8 @@ def signs_encode(
 
 @jit
 def _sent(
-    payload: tl.tensor, head: tl.tensor, nbytes: tl.tensor, row: tl.tensor, i: tl.tensor, there: tl.tensor, n: tl.tensor, column: tl.tensor,
-    scale: tl.tensor, SIGNS: tl.constexpr,
+    payload: tl.tensor, head: tl.tensor, nbytes: tl.tensor, row: tl.tensor, i: tl.tensor, there: tl.tensor,
+    n: tl.tensor, column: tl.tensor, scale: tl.tensor, SIGNS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """What one payload says of values, times the scale."""
     upper = unpack(payload + head, i, there, nbytes, 1, 1) > 0
@@ -122,9 +119,9 @@ def _sent(
 
 @jit
 def decode(
-    payloads: tl.tensor, stride: tl.tensor, ranks: tl.tensor, head: tl.tensor, nbytes: tl.tensor, out: tl.tensor, n: tl.tensor,
-    column: tl.tensor, chunks: tl.tensor, scale: tl.tensor,
-    ADD: tl.constexpr, SIGNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FLAT: tl.constexpr,
+    payloads: tl.tensor, stride: tl.tensor, ranks: tl.tensor, head: tl.tensor, nbytes: tl.tensor, out: tl.tensor,
+    n: tl.tensor, column: tl.tensor, chunks: tl.tensor, scale: tl.tensor, ADD: tl.constexpr, SIGNS: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, FLAT: tl.constexpr,
 ) -> None:  # fmt: skip
     """The sum over ranks, in their order."""
     first, last, row = tile(n, column, chunks, ROWS, WIDTH, FLAT)

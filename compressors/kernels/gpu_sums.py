@@ -1,4 +1,4 @@
-"""Kernels that take the statistics of blocks too large for one program: sums, in `reference.fold`'s order, and maxima."""
+"""Kernels for statistics of blocks too large for one program: sums, in `reference.fold`'s order, and maxima."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def _part(
 
 @jit
 def _sides(
-    x: tl.tensor, old: tl.tensor, sums: tl.tensor, counts: tl.tensor, n: tl.tensor, block: tl.tensor, parts: tl.tensor, blocks: tl.tensor,
-    CARRIED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x: tl.tensor, old: tl.tensor, sums: tl.tensor, counts: tl.tensor, n: tl.tensor, block: tl.tensor, parts: tl.tensor,
+    blocks: tl.tensor, CARRIED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     q = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     row, i, there = _part(q, n, block, parts, ROWS, BLOCK)
@@ -83,8 +83,8 @@ def _sizes(
 
 @jit
 def _squares(
-    x: tl.tensor, old: tl.tensor, sums: tl.tensor, maxima: tl.tensor, n: tl.tensor, block: tl.tensor, parts: tl.tensor, blocks: tl.tensor,
-    CARRIED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x: tl.tensor, old: tl.tensor, sums: tl.tensor, maxima: tl.tensor, n: tl.tensor, block: tl.tensor, parts: tl.tensor,
+    blocks: tl.tensor, CARRIED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     q = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     row, i, there = _part(q, n, block, parts, ROWS, BLOCK)
@@ -102,7 +102,7 @@ def _fold(sums: tl.tensor, out: tl.tensor, parts: tl.tensor, fewer: tl.tensor, B
     tl.store(out + program + tl.arange(0, 1), halved(some, 1, BLOCK))
 
 
-def _folded(sums: Tensor) -> Tensor:
+def folded(sums: Tensor) -> Tensor:
     """Sums of rows, shape (rows, parts) → (rows,)."""
     rows, parts = sums.shape
     while parts > 1:
@@ -126,7 +126,7 @@ def sides(x: Tensor, old: Tensor, carried: bool, block: int) -> tuple[Tensor, Te
     sums, counts = x.new_empty(2 * blocks, parts), x.new_zeros(blocks, dtype=torch.int64)
     args = (x, old, sums, counts, n, min(block, n), parts, blocks)
     launch(_sides, programs, x, *args, CARRIED=carried, ROWS=ROWS, BLOCK=BLOCK)
-    return _folded(sums), counts
+    return folded(sums), counts
 
 
 def sizes(x: Tensor, old: Tensor, carried: bool) -> Tensor:
@@ -135,7 +135,7 @@ def sizes(x: Tensor, old: Tensor, carried: bool) -> Tensor:
     _, parts, programs = _shape(n, n)
     sums = x.new_empty(1, parts)
     launch(_sizes, programs, x, x, old, sums, n, n, parts, 1, CARRIED=carried, ROWS=ROWS, BLOCK=BLOCK)
-    return _folded(sums)
+    return folded(sums)
 
 
 def squares(x: Tensor, old: Tensor, carried: bool, block: int, largest: Tensor) -> Tensor:
@@ -145,4 +145,4 @@ def squares(x: Tensor, old: Tensor, carried: bool, block: int, largest: Tensor) 
     sums = x.new_empty(blocks, parts)
     args = (x, old, sums, largest, n, min(block, n), parts, blocks)
     launch(_squares, programs, x, *args, CARRIED=carried, ROWS=ROWS, BLOCK=BLOCK)
-    return _folded(sums)
+    return folded(sums)

@@ -1,4 +1,4 @@
-"""Parts of kernels: which values a program has, what is read and written of them, and the order in which they are summed.
+"""Parts of kernels: which values a program has, what it reads and writes of them, and in what order it sums.
 
 A tile has shape (ROWS, WIDTH): some values of each of some blocks. Index arithmetic is of 64 bits.
 """
@@ -117,11 +117,12 @@ def halved(v: tl.tensor, ROWS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
     """Sums of rows: the first half plus the second, until one is left; shape (ROWS, WIDTH) → (ROWS,).
 
     Each step is Triton's sum of two, which has one result in whatever order it takes them; its sum of more has not.
+    A sum of zeros is +0.
     """
     for step in tl.static_range(10):
         if WIDTH >> step > 1:
             v = tl.sum(tl.reshape(v, (ROWS, 2, WIDTH >> (step + 1))), axis=1)
-    return tl.reshape(v, (ROWS,))
+    return tl.reshape(v, (ROWS,)) + 0.0
 
 
 @jit

@@ -24,9 +24,9 @@ from commlib.compressors.kernels.random import uniform
 from commlib.slots import Carry
 
 __all__ = [
-    "cast_decode", "cast_encode", "fold", "inverse", "largest", "largest_moved", "levels_decode", "linear_encode", "name",
-    "natural_decode", "natural_encode", "norm_encode", "places_decode", "places_encode", "power_of_two", "sign_decode",
-    "sign_encode", "ternary_decode", "ternary_encode", "two_means_decode", "two_means_encode",
+    "cast_decode", "cast_encode", "fold", "inverse", "largest", "largest_moved", "levels_decode", "linear_encode",
+    "name", "natural_decode", "natural_encode", "norm_encode", "places_decode", "places_encode", "power_of_two",
+    "sign_decode", "sign_encode", "ternary_decode", "ternary_encode", "two_means_decode", "two_means_encode",
 ]  # fmt: skip
 
 name = "reference"
@@ -46,6 +46,7 @@ def fold(grid: Tensor) -> Tensor:
     """Sums of rows, shape (rows, width) → (rows,).
 
     1024 values are filled up with zeros and halved, the first half plus the second, until one is left; sums likewise.
+    A sum of zeros is +0, whatever their signs.
     """
     count = 0
     while count != 1:
@@ -55,7 +56,7 @@ def fold(grid: Tensor) -> Tensor:
             half = parts.shape[2] // 2
             parts = parts[:, :, :half] + parts[:, :, half:]
         grid = parts[:, :, 0]
-    return grid[:, 0]
+    return grid[:, 0] + 0.0
 
 
 def _round_at_random(y: Tensor, seed: int) -> Tensor:

@@ -36,7 +36,7 @@ def folded(a: Floats, n: int, half: Floats) -> Scalar:
                 half[i] = (part[i] if i < len(part) else ZERO) + (part[i + HALF] if i + HALF < len(part) else ZERO)
             a[b] = halved(half)
         n = blocks
-    return a[0]
+    return a[0] + ZERO
 
 
 @jit

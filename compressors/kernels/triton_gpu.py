@@ -1,7 +1,8 @@
-"""The codecs' loops for CUDA tensors, compiled by Triton. Each function is the one of ``reference`` with its name, and equals it.
+"""The codecs' loops for CUDA tensors, compiled by Triton. Each function is the one of ``reference`` with its name.
 
-Nothing synchronises with the host, and shapes follow from sizes alone. Most codecs take one pass over memory; one more
-comes first where a block, or a column, does not fit into a program or its packed numbers not into whole bytes.
+It equals that to the last bit. Nothing synchronises with the host, and shapes follow from sizes alone. Most codecs take
+one pass over memory; one more comes first where a block, or a column, does not fit into a program or its packed numbers
+not into whole bytes.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ def cast_encode(x: Tensor, payload: Tensor, wire: torch.dtype, carry: Carry | No
     n = x.numel()
     if n:
         old, new, carried = _carried(x, carry)
-        args = (x, old, new, payload, n)
-        launch(gpu_formats.cast_encode, -(-n // MOST), x, *args, CARRIED=carried, BRAIN=wire == torch.bfloat16, WIDTH=MOST)
+        args, brain = (x, old, new, payload, n), wire == torch.bfloat16
+        launch(gpu_formats.cast_encode, -(-n // MOST), x, *args, CARRIED=carried, BRAIN=brain, WIDTH=MOST)
 
 
 def cast_decode(payloads: Tensor, out: Tensor, wire: torch.dtype, *, add: bool, scale: float) -> None:
     """See ``reference``."""
     n = out.numel()
     if n:
-        args = (payloads, payloads.stride(0), len(payloads), out, n, scale)
-        launch(gpu_formats.cast_decode, -(-n // MOST), out, *args, ADD=add, BRAIN=wire == torch.bfloat16, WIDTH=MOST)
+        args, brain = (payloads, payloads.stride(0), len(payloads), out, n, scale), wire == torch.bfloat16
+        launch(gpu_formats.cast_decode, -(-n // MOST), out, *args, ADD=add, BRAIN=brain, WIDTH=MOST)
 
 
 def two_means_encode(x: Tensor, payload: Tensor, column: int, carry: Carry | None = None) -> None:
@@ -52,7 +53,6 @@ def two_means_encode(x: Tensor, payload: Tensor, column: int, carry: Carry | Non
         return
     old, new, carried = _carried(x, carry)
     columns = -(-n // column)
-    full = column in (BLOCK, BLOCK**2, BLOCK**3)
     args = (x, old, new, payload, 8 * columns, payload.numel() - 8 * columns, n, column)
     if column <= _COLUMN and (column % 8 == 0 or columns == 1):
         width = min(BLOCK, max(64, triton.next_power_of_2(column)))
@@ -60,13 +60,13 @@ def two_means_encode(x: Tensor, payload: Tensor, column: int, carry: Carry | Non
         several = max(1, 4 * BLOCK // (width * parts))
         launch(
             gpu_signs.columns_encode, -(-columns // several), x, *args, warps=max(4, parts),
-            CARRIED=carried, FULL=full, COLUMNS=several, PARTS=parts, WIDTH=width,
+            CARRIED=carried, COLUMNS=several, PARTS=parts, WIDTH=width,
         )  # fmt: skip
     else:
         sums, counts = gpu_sums.sides(x, old, carried, column)
         tiles = cut(n, column, grain=8)
         args = (*args, tiles.chunks, sums, counts, columns)
-        launch(gpu_signs.sides_encode, tiles.programs, x, *args, CARRIED=carried, FULL=full, **tiles.shape)
+        launch(gpu_signs.sides_encode, tiles.programs, x, *args, CARRIED=carried, **tiles.shape)
 
 
 def two_means_decode(payloads: Tensor, out: Tensor, column: int, *, add: bool, scale: float) -> None:

@@ -11,32 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from commlib.compressors.kernels import numba_cpu, reference
+from commlib.compressors.kernels import numba_cpu
 from commlib.compressors.kernels.bits import elias_fano_nbytes
 from commlib.compressors.kernels.choice import Kernels
 from commlib.slots import Carry
-from loops import LOOPS, Loop, same, vectors
+from loops import LOOPS, PLAIN, Loop, check_decoding, check_encoding, same, vectors
 
-COMPILED, PLAIN = cast(Kernels, numba_cpu), cast(Kernels, reference)
-
-
-def encoded(kernels: Kernels, loop: Loop, x: Tensor, old: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(payload, what was not sent)."""
-    payload, kept = torch.zeros(loop.nbytes(len(x)), dtype=torch.uint8), torch.full_like(x, 7)
-    loop.encode(kernels, x, payload, None if old is None else Carry(old, kept))
-    return payload, kept
+COMPILED = cast(Kernels, numba_cpu)
 
 
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 @settings(max_examples=60, deadline=None)  # the first example compiles
 @given(x=vectors(), carried=st.booleans())
 def test_encodes_what_the_reference_does_and_keeps_what_it_keeps(loop: Loop, x: Tensor, carried: bool) -> None:
-    old = torch.linspace(-1, 1, len(x)) if carried else None
-    before = x.clone()
-    (payload, kept), (wanted, left) = (encoded(k, loop, x, old) for k in (COMPILED, PLAIN))
-    assert same(payload.view(loop.wire), wanted.view(loop.wire))
-    assert same(kept, left)
-    assert same(x, before)
+    check_encoding(COMPILED, loop, x, carried)
 
 
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
@@ -45,14 +33,7 @@ def test_encodes_what_the_reference_does_and_keeps_what_it_keeps(loop: Loop, x: 
 def test_decodes_what_the_reference_does_for_any_number_of_ranks(
     loop: Loop, x: Tensor, ranks: int, add: bool, scale: float
 ) -> None:
-    need = loop.nbytes(len(x))
-    payloads = torch.zeros(ranks, -(-need // 8) * 8 + 8, dtype=torch.uint8)[:, :need]
-    for p, row in enumerate(payloads):
-        row.copy_(encoded(PLAIN, loop, x * (p - 0.5), None)[0])
-    out, wanted = torch.linspace(-1, 1, len(x)), torch.linspace(-1, 1, len(x))
-    loop.decode(COMPILED, payloads, out, add, scale)
-    loop.decode(PLAIN, payloads, wanted, add, scale)
-    assert same(out, wanted)
+    check_decoding(COMPILED, loop, x, ranks, add, scale)
 
 
 @settings(max_examples=200, deadline=None)
@@ -123,12 +104,12 @@ def test_momentum_and_the_largest_of_it_are_the_references(
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 def test_the_residual_may_be_in_place(loop: Loop) -> None:
     x = torch.randn(5000, generator=torch.Generator().manual_seed(2))
-    old = torch.linspace(-1, 1, 5000)
-    wanted, left = encoded(PLAIN, loop, x, old)
-    payload = torch.zeros_like(wanted)
-    loop.encode(COMPILED, x, payload, Carry(old, old))
-    assert torch.equal(payload, wanted)
-    assert same(old, left)
+    check_encoding(COMPILED, loop, x, carried=True, in_place=True)
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_a_sum_of_negative_zeros_has_the_references_sign(loop: Loop) -> None:
+    check_encoding(COMPILED, loop, torch.full((3072,), -0.0), carried=False)
 
 
 def test_no_loop_holds_the_interpreter() -> None:

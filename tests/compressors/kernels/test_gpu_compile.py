@@ -1,0 +1,74 @@
+"""Triton compiles every kernel for GPUs, without one: what its interpreter lets pass its compiler may not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from commlib.compressors.kernels import gpu_sums, triton_gpu
+from commlib.compressors.kernels.choice import Kernels
+from commlib.slots import Carry
+from loops import LOOPS
+
+pytestmark = pytest.mark.skipif(triton_gpu.interpreted(), reason="nothing is compiled")
+
+TYPES = {torch.float32: "*fp32", torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64"}
+FOUR = [["tt.divisibility", 16]]
+
+
+def assembly(target: GPUTarget, kernel: Any, warps: int, arguments: dict[str, Any], constants: dict[str, Any]) -> str:
+    """What a launch with these arguments would run; like Triton's own launch it makes constants of ones."""
+    types, ones, aligned = {}, {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        value = constants.get(name, arguments.get(name))
+        if name in constants or (type(value) is int and value == 1):
+            types[name], ones[(place,)] = "constexpr", value
+        elif isinstance(value, Tensor):
+            types[name], aligned[(place,)] = TYPES[value.dtype], FOUR
+        else:
+            types[name] = "fp32" if isinstance(value, float) else "i32"
+            if isinstance(value, int) and value % 16 == 0:
+                aligned[(place,)] = FOUR
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    return str(triton.compile(ASTSource(kernel, types, ones, aligned), target=target, options=options).asm["ptx"])
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Takes the assembly of every kernel instead of its run."""
+    texts: list[str] = []
+
+    def launch(kernel: Any, programs: int, like: Tensor, *args: Any, warps: int = 4, **constants: Any) -> None:
+        assert programs > 0
+        named = dict(zip(kernel.arg_names, args, strict=False))
+        texts.append(assembly(GPUTarget("cuda", 80, 32), kernel, warps, named, constants))
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton_gpu, "launch", launch)
+    monkeypatch.setattr(gpu_sums, "launch", launch)
+    return texts
+
+
+@pytest.mark.parametrize("n", [1, 8192])
+@pytest.mark.parametrize(
+    "name",
+    ["fp16", "bf16", "two means, column 2048", "two means, column 8200", "sign", "int4", "11 bits", "qsgd",
+     "qsgd, block 2000", "ternary, block 100", "natural"],
+)  # fmt: skip
+def test_it_compiles_and_fuses_approximates_and_flushes_nothing(compiled: list[str], name: str, n: int) -> None:
+    loop, kernels = LOOPS[name], cast(Kernels, triton_gpu)
+    x, payload = torch.zeros(n), torch.zeros(loop.nbytes(n), dtype=torch.uint8)
+    loop.encode(kernels, x, payload, Carry(x, x))
+    loop.decode(kernels, payload.expand(3, -1), x, False, 0.5)
+    assert compiled
+    for text in compiled:
+        assert "div.rn.f32" in text or "div." not in re.sub(r"div\.[su]\d+", "", text)
+        assert not re.findall(r"fma\.\S*f32|(?:add|sub|mul)\.ftz\S*|(?:div|sqrt)\.(?:full|approx)\S*", text)

@@ -110,7 +110,7 @@ class Compressor(ABC):
         return self
 
     def kernels(self, like: Tensor) -> str:
-        """Which implementation runs for tensors like this one: one that ``COMMLIB_KERNELS`` knows, or torch's operators."""
+        """Which implementation runs for tensors like this one: as ``COMMLIB_KERNELS`` names it, or ``torch``."""
         return "torch"
 
     def dense_form(self) -> Compressor | None:

@@ -79,12 +79,17 @@ def implementation(device: str, forced: str = "") -> Kernels:
         wanted = "reference"
     if wanted == "reference":
         return cast(Kernels, reference)
-    if importlib.util.find_spec(wanted) is None:
+    try:
+        if importlib.util.find_spec(wanted) is None:
+            raise ImportError
+        module = importlib.import_module(f"commlib.compressors.kernels.{_MODULES[wanted]}")
+    except ImportError as e:
+        because = f" ({e})" if str(e) else ""
         if forced:
-            raise MissingDependency(f"{VARIABLE}={forced} needs {wanted}: pip install 'torch-commlib[{wanted}]'")
-        _log.warning("codecs run slowly on %s tensors: pip install 'torch-commlib[%s]'", device, wanted)
+            message = f"{VARIABLE}={forced} needs {wanted}{because}: pip install 'torch-commlib[{wanted}]'"
+            raise MissingDependency(message) from e
+        _log.warning("codecs run slowly on %s tensors%s: pip install 'torch-commlib[%s]'", device, because, wanted)
         return cast(Kernels, reference)
-    module = importlib.import_module(f"commlib.compressors.kernels.{_MODULES[wanted]}")
     if device == "cpu" and wanted == "triton" and not module.interpreted():
         raise ValueError(f"{VARIABLE}=triton needs TRITON_INTERPRET=1 for cpu tensors, set before Python starts")
     return cast(Kernels, module)

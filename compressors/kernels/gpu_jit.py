@@ -10,6 +10,11 @@ import torch
 import triton
 from torch import Tensor
 
+if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):  # 3.3 flushes small quotients to zero
+    raise ImportError(
+        f"Triton {triton.__version__} is older than 3.6, and not known to compute what the reference does"
+    )
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _SEED = ("low", "high")

@@ -65,8 +65,8 @@ def two_means_encode(x: Tensor, payload: Tensor, column: int, carry: Carry | Non
     else:
         sums, counts = gpu_sums.sides(x, old, carried, column)
         tiles = cut(n, column, grain=8)
-        args = (*args, tiles.chunks, sums, counts, columns)
-        launch(gpu_signs.sides_encode, tiles.programs, x, *args, CARRIED=carried, **tiles.shape)
+        more = (tiles.chunks, sums, counts, columns)
+        launch(gpu_signs.sides_encode, tiles.programs, x, *args, *more, CARRIED=carried, **tiles.shape)
 
 
 def two_means_decode(payloads: Tensor, out: Tensor, column: int, *, add: bool, scale: float) -> None:

@@ -55,6 +55,20 @@ def test_without_triton_cuda_tensors_have_the_reference(
     assert caplog.messages == ["codecs run slowly on cuda tensors: pip install 'torch-commlib[triton]'"]
 
 
+def test_one_that_cannot_be_imported_is_not_there_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(name: str) -> None:
+        raise ImportError("Triton 2.0 is too old")
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    with caplog.at_level(logging.WARNING, "commlib"):
+        assert choice.implementation("cuda").name == "reference"
+    assert "on cuda tensors (Triton 2.0 is too old): pip install" in caplog.text
+    with pytest.raises(MissingDependency, match=r"needs triton \(Triton 2.0 is too old\): pip install"):
+        choice.implementation("cuda", "triton")
+
+
 def test_the_environment_forces_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(choice.VARIABLE, "reference")
     assert choice.kernels(torch.zeros(1)).name == "reference"

@@ -19,6 +19,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _SEED = ("low", "high")
 
+# A fused multiply-add would round once where the reference rounds twice.
+AS_WRITTEN = {"enable_fp_fusion": False}
+
 
 def jit(kernel: F) -> F:
     """Compiles a kernel, or a part of one, when it is first run; words of a seed never make a variant of their own."""
@@ -37,9 +40,6 @@ def _probe() -> None:
 
 
 def launch(kernel: Any, programs: int, like: Tensor, *args: Any, warps: int = 4, **constants: Any) -> None:
-    """Start so many programs of a kernel on the device of a tensor, on its current stream.
-
-    Float arithmetic is done as written: a fused multiply-add would round once where the reference rounds twice.
-    """
+    """Start so many programs of a kernel on the device of a tensor, on its current stream."""
     with torch.cuda.device(like.device) if like.is_cuda else contextlib.nullcontext():
-        kernel[(programs,)](*args, num_warps=warps, enable_fp_fusion=False, **constants)
+        kernel[(programs,)](*args, num_warps=warps, **AS_WRITTEN, **constants)

@@ -17,6 +17,7 @@ from torch import Tensor
 from commlib.collective import AllGather, AllToAll, Rounds
 from commlib.compressor import Compressor, LayerSpec
 from commlib.exchange.item import Item, Packing, Stripe, World, rows
+from commlib.scratch import scratch
 
 ROUNDS = 2
 
@@ -65,7 +66,7 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
     mine = packings[world.rank]
     splits = [p.total for p in packings]
 
-    send = torch.zeros(sum(splits), dtype=torch.uint8, device=device)
+    send = items[0].arena.bytes(sum(splits), device)
     outgoing = [
         p.slices(send[a:b]) for p, (a, b) in zip(packings, pairwise(accumulate(splits, initial=0)), strict=True)
     ]
@@ -76,18 +77,18 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
                 seed = item.seeds.of(item.codec, world.rank, f"stripe {p}")
                 memory = item.memory.rows(s.start, s.stop)
                 item.codec.compress(grad[s.start : s.stop], outgoing[p][i], memory=memory, seed=seed)
-    received = torch.empty(world.size * mine.total, dtype=torch.uint8, device=device)
+    received = items[0].arena.bytes(world.size * mine.total, device)
     shares = [(item.meter, sum(p.lengths[i] for p in packings)) for i, item in enumerate(items)]
     yield [AllToAll(received, send, [mine.total] * world.size, splits, world.rank, shares)]
 
     incoming = mine.columns(received, world.size)
-    reply = torch.zeros(max(splits), dtype=torch.uint8, device=device)
+    reply = items[0].arena.bytes(max(splits), device)
     for i, (item, c) in enumerate(zip(items, cut, strict=True)):
         mean = _mean_of_stripe(item, c[world.rank], incoming[i], world)
         with item.meter.phase("compress"):
             seed = item.seeds.of(item.codec, world.rank, f"owner {world.rank}")
             item.codec.compress(mean, mine.slices(reply)[i], memory=item.owner, seed=seed)
-    gathered = torch.empty(world.size * len(reply), dtype=torch.uint8, device=device)
+    gathered = items[0].arena.bytes(world.size * len(reply), device)
     yield [AllGather(gathered, reply, [(item.meter, n) for item, n in zip(items, mine.lengths, strict=True)])]
 
     replies = [p.slices(row) for p, row in zip(packings, rows(gathered, world.size), strict=True)]
@@ -104,7 +105,7 @@ def _mean_of_stripe(item: Item, stripe: Stripe, payloads: Tensor, world: World) 
     """The mean over ranks of this rank's stripe, decoded in rank order."""
     with item.meter.phase("decompress"):
         dtype = item.spec.dtype if item.codec.lossless else torch.float32
-        mean = torch.empty(stripe.spec.shape, dtype=dtype, device=item.grad.device)
+        mean = scratch("mean", stripe.spec.shape, dtype, item.grad.device)
         seeds = [item.seeds.of(item.codec, p, f"stripe {world.rank}") for p in range(world.size)]
         item.codec.decompress_sum(payloads, mean, scale=1 / world.size, seeds=seeds)
         return mean

@@ -14,6 +14,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 WIDTH = 64
+LINE = 64  # bytes
 _MASK = ir.VectorType(ir.IntType(1), WIDTH)
 
 
@@ -32,6 +33,14 @@ def _all(builder: Any, value: Any) -> Any:
     return builder.shuffle_vector(one, one, zeros)
 
 
+def _write(builder: Any, values: Any, place: Any, past: bool) -> None:
+    """A store, or one past the caches, which does not read first what it overwrites; then the place is a line's."""
+    stored = builder.store(values, place, align=LINE if past else 4)
+    if past:
+        one = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        stored.set_metadata("nontemporal", one)
+
+
 def _compared(compare: Callable[[Any, Any, Any], Any]) -> Any:
     """An intrinsic (array, index, bound) → how 64 values compare with the bound, the first in the lowest bit."""
 
@@ -45,7 +54,7 @@ def _compared(compare: Callable[[Any, Any, Any], Any]) -> Any:
     return intrinsic(typed)
 
 
-def _spread(more: bool) -> Any:
+def _spread(more: bool, past: bool = False) -> Any:
     """An intrinsic (bits, low, up, out, index): 64 times ``up`` where the bit is set, else ``low``."""
 
     def typed(typing: Any, word: Any, low: Any, up: Any, out: Any, index: Any) -> Any:
@@ -55,7 +64,7 @@ def _spread(more: bool) -> Any:
             values = builder.select(mask, _all(builder, args[2]), _all(builder, args[1]))
             if more:
                 values = builder.fadd(builder.load(place, align=4), values)
-            builder.store(values, place, align=4)
+            _write(builder, values, place, past)
             return context.get_dummy_value()
 
         return types.void(types.uint64, out.dtype, out.dtype, out, types.intp), generate
@@ -73,6 +82,30 @@ def _join(typing: Any, x: Any, old: Any, v: Any, index: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(v, v, v, types.intp), generate
+
+
+def _less(past: bool) -> Any:
+    """An intrinsic (v, low, up, out, index): 64 values less ``up`` where they are ≥ 0, else less ``low``."""
+
+    def typed(typing: Any, v: Any, low: Any, up: Any, out: Any, index: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            values = builder.load(_place(context, builder, v, args[0], args[4]), align=4)
+            upper = builder.fcmp_ordered(">=", values, ir.Constant(values.type, [0.0] * WIDTH))
+            mean = builder.select(upper, _all(builder, args[2]), _all(builder, args[1]))
+            _write(builder, builder.fsub(values, mean), _place(context, builder, v, args[3], args[4]), past)
+            return context.get_dummy_value()
+
+        return types.void(v, v.dtype, v.dtype, v, types.intp), generate
+
+    return intrinsic(typed)
+
+
+def _fence(typing: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
 
 
 def _move(typing: Any, g: Any, factor: Any, old: Any, u: Any, index: Any) -> Any:
@@ -193,6 +226,12 @@ put = _spread(more=False)
 """(bits, low, up, float32 array, index): 64 values are written."""
 add = _spread(more=True)
 """The same, added."""
+put_past = _spread(more=False, past=True)
+"""As ``put``, past the caches, to the beginning of a line; a ``fence`` must follow before others may look."""
+less, less_past = _less(past=False), _less(past=True)
+"""(float32 array, low, up, float32 array, index): 64 values less the mean of their side, into either array."""
+fence: Any = intrinsic(_fence)
+"""What was written past the caches is there for all threads."""
 to_half, to_brain = _shorter(brain=False), _shorter(brain=True)
 """(float32 array, uint16 array, index): 64 values as float16 or bfloat16."""
 join: Any = intrinsic(_join)

@@ -97,7 +97,7 @@ class Sorter:
         return lockstep([EXCHANGES[name].rounds(items, self._world, whole) for name, items in routes.items()])
 
     def _lending(self, rounds: Rounds, items: Sequence[Item]) -> Rounds:
-        """An exchange that gives its layers' memory back. One that breaks off half-way does not: it may still be used."""
+        """An exchange that gives its layers' memory back; one that breaks off does not: it may be in use."""
         yield from rounds
         for item in items:
             self._arenas[item.spec.name] = item.arena

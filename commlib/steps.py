@@ -101,7 +101,7 @@ class Steps:
 
 
 class _Range:
-    """The least and the largest value of a bucket, on their way to the host. (torch's ∞-norm takes ten times as long.)"""
+    """The least and largest value of a bucket, on their way to the host. (torch's ∞-norm takes ten times as long.)"""
 
     def __init__(self) -> None:
         self._ends = torch.zeros(2)

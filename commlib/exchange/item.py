@@ -83,7 +83,7 @@ class Item:
     arena: Arena = dataclasses.field(default_factory=Arena)
 
     def work_grad(self) -> Tensor:
-        """The gradient in the dtype its codec works on, spec-shaped; a copy in :func:`scratch` if it must be converted."""
+        """The gradient in the dtype its codec works on, spec-shaped; in :func:`scratch` if it must be converted."""
         grad = self.grad.view(self.spec.shape)
         return grad if self._works_in_place else self._float32().copy_(grad)
 

@@ -150,7 +150,7 @@ def take(v: Floats, low: Scalar, up: Scalar, rest: Floats, past: bool) -> None:
 
 @jit
 def _spread(bits: Bytes, start: int, end: int, low: Scalar, up: Scalar, out: Floats, more: bool, past: bool) -> None:
-    """``up`` where the bit is set, else ``low``: written (perhaps ``past`` the caches) or (``more``) added to a part."""
+    """``up`` where the bit is set, else ``low``: written (``past`` the caches) or (``more``) added to a part."""
     i = start
     while i < end:
         if i % 8 == 0 and i + 64 <= end:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from commlib.bench.exchange.pairs import Pair, choose
-from commlib.route import make_plan
 from commlib.collective import Rounds
 from commlib.exchange import BY_ROWS
 from commlib.exchange.arena import Arena
@@ -17,6 +16,7 @@ from commlib.exchange.item import World
 from commlib.hierarchy import Hierarchy
 from commlib.layer import LayerSpec
 from commlib.memory import MemoryStore
+from commlib.route import make_plan
 from commlib.simulate import run
 from commlib.sorter import Sorter
 from commlib.steps import Steps

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from commlib.compressors.kernels import vector
+from commlib.compressors.kernels import block, vector
 from commlib.compressors.kernels.jit import Bytes, Floats, Scalar, jit
 
 # 1024 values are halved, the first half plus the second, until one is left, and the sums likewise: as `reference.fold`
 # does with whole tensors. IEEE additions in a fixed order have one result.
-BLOCK, HALF = 1024, 512
+BLOCK, HALF = block.BLOCK, block.BLOCK // 2
 CHUNK = 4096  # values that stay in the first cache while several ranks' payloads are added to them
 HELD = 16384  # values of a column that stay in the second cache until its means are known
 PAST = 1 << 18  # a tensor of more values than this is out of the caches when it is read again
@@ -33,12 +33,26 @@ def folded(a: Floats, n: int, half: Floats) -> Scalar:
     while n > 1:
         blocks = (n + BLOCK - 1) // BLOCK
         for b in range(blocks):
-            part = a[b * BLOCK : min(n, (b + 1) * BLOCK)]
-            for i in range(HALF):
-                half[i] = (part[i] if i < len(part) else ZERO) + (part[i + HALF] if i + HALF < len(part) else ZERO)
-            a[b] = halved(half)
+            a[b] = _folded_block(a[b * BLOCK : min(n, (b + 1) * BLOCK)], half)
         n = blocks
     return a[0]
+
+
+@jit
+def _folded_block(part: Floats, half: Floats) -> Scalar:
+    """The sum of 1 to 1024 values, as if zeros followed: to add several of them is to add one."""
+    width = HALF
+    while width > 1 and width >= len(part):
+        width //= 2
+    for i in range(width):
+        low = part[i] if i < len(part) else ZERO
+        high = part[i + width] if i + width < len(part) else ZERO
+        half[i] = (low + ZERO) + (high + ZERO)  # of -0 and 0 the sum is 0
+    while width > 1:
+        width //= 2
+        for i in range(width):
+            half[i] += half[i + width]
+    return half[0]
 
 
 @jit
@@ -111,7 +125,7 @@ def two_means_encode(
     """As the reference's; ``v`` is x itself, or (``carried``) what was not sent of x + old, ``past`` the caches."""
     n = len(v)
     held = np.empty(min(HELD, column, n) if carried else 0, np.float32)
-    up, low = np.empty(HALF, np.float32), np.empty(HALF, np.float32)
+    up, low, sums = np.empty(HALF, np.float32), np.empty(HALF, np.float32), np.empty(2, np.float32)
     most = (min(n, column) + BLOCK - 1) // BLOCK
     ups, lows = np.empty(most, np.float32), np.empty(most, np.float32)
     for c in range((n + column - 1) // column):
@@ -121,6 +135,14 @@ def two_means_encode(
         for b in range(blocks):
             first, last = start + b * BLOCK, min(end, start + (b + 1) * BLOCK)
             part = whole[first - start : last - start]
+            if len(part) == BLOCK and first % 8 == 0:
+                packed = bits[first // 8 : first // 8 + BLOCK // 8]
+                if carried:
+                    ones += block.sides_joined(x[first:last], old[first:last], part, packed, sums)
+                else:
+                    ones += block.sides(part, part, part, packed, sums)
+                ups[b], lows[b] = sums[0], sums[1]
+                continue
             if carried:
                 add(x[first:last], old[first:last], part)
             _sides(part, up, low)
@@ -141,9 +163,9 @@ def take(v: Floats, low: Scalar, up: Scalar, rest: Floats, past: bool) -> None:
     whole = len(v) // vector.WIDTH * vector.WIDTH
     for i in range(0, whole, vector.WIDTH):
         if past:
-            vector.less_past(v, low, up, rest, i)
+            block.less_past(v, low, up, rest, i)
         else:
-            vector.less(v, low, up, rest, i)
+            block.less(v, low, up, rest, i)
     for i in range(whole, len(v)):
         rest[i] = v[i] - (up if v[i] >= ZERO else low)
 

@@ -1,18 +1,21 @@
-"""Memory for what an exchange holds while it runs: made in a first step, the same again in every later one.
+"""What an exchange holds while it runs: made in a first step, the same again in every later one.
 
 What the system gives anew costs a page fault for every 4 kB, more than most codecs do with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
+
 
 class Arena:
-    """The tensors that one exchange asks for, in the order in which it does. It asks for the same in every step.
+    """The tensors that one exchange asks for, in the order in which it does: the same in every step.
 
     Where it does not, as after a change of plan, the tensor is made anew.
     """
@@ -20,11 +23,19 @@ class Arena:
     def __init__(self) -> None:
         self._made: list[Tensor] = []
         self._next = 0
+        self._known: tuple[object, Any] | None = None
 
     def rewind(self) -> None:
         """A new step: what follows is answered with what was made for the last one. Nobody may need that any more."""
         del self._made[self._next :]
         self._next = 0
+
+    def known(self, key: object, make: Callable[[], T]) -> T:
+        """What was made for an equal key in the last step, or is made now: one thing, as a layout."""
+        if self._known is None or self._known[0] != key:
+            self._known = key, make()
+        found: T = self._known[1]
+        return found
 
     def bytes(self, n: int, device: torch.device) -> Tensor:
         """Shape (n,), uint8, of zeros when it is made. (Padding is sent too, and must not vary.)"""

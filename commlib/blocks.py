@@ -74,4 +74,5 @@ def _parts(flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 def _root_mean_square(rows: Tensor) -> Tensor:
     sizes: Tensor = torch.linalg.vector_norm(rows, dim=1) / math.sqrt(rows.shape[1])
-    return torch.where(sizes.isfinite(), sizes, torch.linalg.vector_norm(rows, math.inf, dim=1))
+    low, high = torch.aminmax(rows, dim=1)  # torch's ∞-norm takes ten times as long
+    return torch.where(sizes.isfinite(), sizes, torch.maximum(high, -low))

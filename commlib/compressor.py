@@ -19,6 +19,7 @@ from torch import Tensor
 
 from commlib.layer import Kind as Kind
 from commlib.layer import LayerSpec as LayerSpec
+from commlib.scratch import scratch
 from commlib.slots import Carry as Carry
 from commlib.slots import Memory as Memory
 from commlib.slots import Slot as Slot
@@ -279,10 +280,12 @@ class Blockwise(Compressor):
 
 def store(values: Tensor, out: Tensor, *, add: bool, scale: float) -> None:
     """The last line of most decoders: ``out = scale·values`` or ``out += scale·values``."""
-    flat, scaled = out.view(-1), values.view(-1)
-    if scale != 1:
-        scaled = scaled * scale  # two roundings: add_(…, alpha) has one on some devices
-    if add:
-        flat.add_(scaled)
+    flat, values = out.view(-1), values.view(-1)
+    if add and scale != 1:  # two roundings: add_(…, alpha) has one on some devices
+        flat.add_(torch.mul(values, scale, out=scratch("store", values.shape, values.dtype, values.device)))
+    elif add:
+        flat.add_(values)
+    elif scale != 1 and values.dtype == flat.dtype:
+        torch.mul(values, scale, out=flat)
     else:
-        flat.copy_(scaled)
+        flat.copy_(values if scale == 1 else values * scale)

@@ -27,7 +27,7 @@ class LossScale:
         if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
             raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
         self._scaler = scaler
-        self._copy: Readback | None = None
+        self._copy, self._copying = Readback(), False
         if scaler is not None and next(module.parameters()).is_cuda:
             module.register_forward_pre_hook(self._start)
 
@@ -35,9 +35,11 @@ class LossScale:
         """The scale of the backward pass under way."""
         if self._scaler is None:
             return 1.0
-        copy, self._copy = self._copy, None
-        return copy.get() if copy is not None else float(self._scaler.get_scale())
+        copying, self._copying = self._copying, False
+        return self._copy.get()[0] if copying else float(self._scaler.get_scale())
 
     def _start(self, module: nn.Module, inputs: Any) -> None:
         scale = getattr(self._scaler, "_scale", None)  # None until the first loss is scaled
-        self._copy = None if scale is None else Readback(scale.detach())
+        self._copying = scale is not None
+        if scale is not None:
+            self._copy.start(scale.detach())

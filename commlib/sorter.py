@@ -11,6 +11,7 @@ from torch import Tensor
 from commlib.collective import Rounds, lockstep
 from commlib.compressor import LayerSpec, Memory
 from commlib.exchange import EXCHANGES
+from commlib.exchange.arena import Arena
 from commlib.exchange.item import Item, Seeds, World
 from commlib.factors.layers import FactorLayers
 from commlib.hierarchy import Hierarchy, share
@@ -55,6 +56,7 @@ class Sorter:
         self.meters = {s.name: Meter(s.device) for s in specs}
         self._nodes = world.size if levels is None else levels.inter.size
         self._dense_steps, self._seed = dense_steps, seed
+        self._arenas: dict[str, Arena] = {}
 
     def plain(self, bucket: Any, plan: Plan) -> PlainBucket | None:
         """What is known of a bucket that need not be sorted: all of it goes as it is, and nothing is held back."""
@@ -73,12 +75,7 @@ class Sorter:
         for name, grad in zip(names, bucket.gradients(), strict=True):
             route = self._route(plan, name)
             routes.setdefault(route.exchange, []).append(self._item(plan, name, route, grad, factors))
-        if self._levels is not None:
-            return two_levels(routes, plan, self._world, self._levels)
-        if list(routes) == ["dense"]:
-            self._plain.note(bucket, plan, routes["dense"])
-        whole = bucket.buffer() if len(routes) == 1 else None
-        return lockstep([EXCHANGES[name].rounds(items, self._world, whole) for name, items in routes.items()])
+        return self._lending(self._exchange(bucket, plan, routes), [i for part in routes.values() for i in part])
 
     def with_factors(self) -> bool:
         """Whether the step whose forward pass is under way exchanges factors: it is past the dense ones."""
@@ -90,6 +87,20 @@ class Sorter:
         """Of a linear layer's codec, for the rows of the step under way."""
         self._steps.settle()
         return Seeds(self._seed, self._steps.count, layer)
+
+    def _exchange(self, bucket: Any, plan: Plan, routes: dict[str, list[Item]]) -> Rounds:
+        if self._levels is not None:
+            return two_levels(routes, plan, self._world, self._levels)
+        if list(routes) == ["dense"]:
+            self._plain.note(bucket, plan, routes["dense"])
+        whole = bucket.buffer() if len(routes) == 1 else None
+        return lockstep([EXCHANGES[name].rounds(items, self._world, whole) for name, items in routes.items()])
+
+    def _lending(self, rounds: Rounds, items: Sequence[Item]) -> Rounds:
+        """An exchange that gives its layers' memory back; one that breaks off does not: it may be in use."""
+        yield from rounds
+        for item in items:
+            self._arenas[item.spec.name] = item.arena
 
     def _route(self, plan: Plan, name: str) -> Route:
         planned, step = plan.layers[name], self._steps.count
@@ -114,4 +125,6 @@ class Sorter:
             trip = factors.trip(spec.layer)
         if self._store.drain(spec, grad, self._world.size, self._nodes) and trip is not None:
             trip.late = True  # what was added is in no rows
-        return Item(spec, codec, grad, memory, Seeds(self._seed, self._steps.count, name), meter, owner, trip)
+        arena = self._arenas.pop(name, None) or Arena()
+        arena.rewind()
+        return Item(spec, codec, grad, memory, Seeds(self._seed, self._steps.count, name), meter, owner, trip, arena)

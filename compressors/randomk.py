@@ -53,7 +53,8 @@ class RandomK(Compressor):
         if n:
             flat = x.view(-1)
             places, _ = strata(n, kept(self.ratio, n), seed, x.device)
-            poison = flat.abs().amax() * 0  # NaN if any value, sent or not, is not finite
+            low, high = torch.aminmax(flat)
+            poison = low * 0 + high * 0  # NaN if any value, sent or not, is not finite
             payload.view(_FORMATS[self.values]).copy_(flat[places] + poison)
 
     def decode(self, payload: Tensor, out: Tensor, *, add: bool, scale: float, seed: int) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from commlib.compressor import Carry, Compressor, LayerSpec, Memory
 from commlib.compressors.kernels.bits import elias_fano_nbytes
 from commlib.compressors.kernels.choice import kernels
 from commlib.registry import make_plain
+from commlib.scratch import scratch
 
 
 class Sparse(Compressor):
@@ -73,7 +73,8 @@ class Sparse(Compressor):
             flat.index_add_(0, places, self._decode_values(payload, flat, seed), alpha=-1.0)
 
     def _decode_values(self, payload: Tensor, flat: Tensor, seed: int) -> Tensor:
-        values = torch.empty(kept(self.ratio, flat.numel()), dtype=flat.dtype, device=flat.device)
+        """In memory that the next call overwrites."""
+        values = scratch("values", (kept(self.ratio, flat.numel()),), flat.dtype, flat.device)
         head = payload[: self._values_nbytes(flat.numel())]
         self._codec.decode(head, values, add=False, scale=1.0, seed=seed)
         return values
@@ -86,7 +87,7 @@ class Sparse(Compressor):
         if n:
             values = self._decode_values(payload, flat, seed)
             places = kernels(flat).places_decode(payload[self._values_nbytes(n) :], n, values.numel())
-            flat.index_add_(0, places, values if scale == 1 else values * scale)
+            flat.index_add_(0, places, values if scale == 1 else values.mul_(scale))
 
     def contraction(self, spec: LayerSpec) -> float | None:
         """k/n times that of the values: ‖C(x) − x‖² = (what was left out) + (1 − δ)·(what was sent), at most."""

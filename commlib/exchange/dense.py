@@ -49,7 +49,7 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
     packed = []
     for dtype, group in by_dtype.items():
         packing = Packing([i.codec.nbytes(i.spec) for i in group])
-        payload = packing.allocate(group[0].grad.device)
+        payload = group[0].arena.bytes(packing.total, group[0].grad.device)
         for item, part in zip(group, packing.slices(payload), strict=True):
             with item.meter.phase("compress"):
                 seed = item.seeds.of(item.codec, world.rank)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from commlib.collective import AllGather, Rounds
@@ -31,14 +30,15 @@ def owned(codec: Compressor, spec: LayerSpec, world: World) -> Stripe | None:
 
 def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
     """Compress, all-gather, sum the decoded payloads: the same bytes in the same order everywhere."""
-    packing = Packing([i.codec.nbytes(i.spec) for i in items])
+    layers = tuple((i.codec, i.spec) for i in items)
+    packing = items[0].arena.known(layers, lambda: Packing([codec.nbytes(spec) for codec, spec in layers]))
     device = items[0].grad.device
-    payload = packing.allocate(device)
+    payload = items[0].arena.bytes(packing.total, device)
     for item, part in zip(items, packing.slices(payload), strict=True):
         with item.meter.phase("compress"):
             seed = item.seeds.of(item.codec, world.rank)
             item.codec.compress(item.work_grad(), part, memory=item.memory, seed=seed)
-    gathered = torch.empty(world.size * packing.total, dtype=torch.uint8, device=device)
+    gathered = items[0].arena.bytes(world.size * packing.total, device)
     yield [AllGather(gathered, payload, payers(items, packing.lengths))]
     for item, payloads in zip(items, packing.columns(gathered, world.size), strict=True):
         with item.meter.phase("decompress"):

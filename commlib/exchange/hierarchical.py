@@ -67,17 +67,19 @@ def _two_levels(
     totals = [sum(layout) for layout in layouts]
     mine = totals[local.rank]
     grads = [torch.split(item.grad.view(-1), lengths) for item, lengths in zip(items, table, strict=True)]
-    size = items[0].grad.itemsize
+    like, arena = items[0].grad, items[0].arena
+    size = like.itemsize
 
     with items[0].meter.phase("compress"):
-        send = torch.cat([grad[j] for j in range(local.size) for grad in grads])
-    received = send.new_empty(local.size * mine)
+        send = arena.empty((sum(totals),), like.dtype, like.device)
+        torch.cat([grad[j] for j in range(local.size) for grad in grads], out=send)
+    received = arena.empty((local.size * mine,), like.dtype, like.device)
     shares = payers(items, [item.grad.nbytes for item in items])
     splits = [n * size for n in totals]
     out_splits = [mine * size] * local.size
     yield [Among("local", AllToAll(_bytes(received), _bytes(send), out_splits, splits, local.rank, shares))]
 
-    reply = send.new_zeros(max(totals))  # the padding is sent too, and must not vary
+    reply = arena.bytes(max(totals) * size, like.device).view(like.dtype)
     mean = reply[:mine]
     with items[0].meter.phase("decompress"):
         first, *others = rows(received, local.size)
@@ -93,7 +95,7 @@ def _two_levels(
     between = [EXCHANGES[exchange].rounds(part, inter, whole) for exchange, part in stripes.items()]
     yield from among("inter", lockstep(between))
 
-    gathered = reply.new_empty(local.size * len(reply))
+    gathered = arena.empty((local.size * len(reply),), like.dtype, like.device)
     shares = payers(items, [n * size for n in layouts[local.rank]])
     yield [Among("local", AllGather(_bytes(gathered), _bytes(reply), shares))]
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from commlib.collective import Payers
 from commlib.compressor import Compressor, LayerSpec, Memory
+from commlib.exchange.arena import Arena
+from commlib.scratch import scratch
 from commlib.stats import Meter
 
 if TYPE_CHECKING:
@@ -67,6 +69,7 @@ class Item:
         meter: where its bytes and seconds are counted.
         owner: slots for re-encoding the stripe this rank owns (scatter_gather only).
         trip: the rows of its layer in this step (factors and owners only).
+        arena: the layer's; the first layer's is also for what a bucket has once.
     """
 
     spec: LayerSpec
@@ -77,18 +80,23 @@ class Item:
     meter: Meter
     owner: Memory
     trip: Trip | None = None
+    arena: Arena = dataclasses.field(default_factory=Arena)
 
     def work_grad(self) -> Tensor:
-        """The gradient in the dtype its codec works on, spec-shaped; a copy only if it must be converted."""
+        """The gradient in the dtype its codec works on, spec-shaped; in :func:`scratch` if it must be converted."""
         grad = self.grad.view(self.spec.shape)
-        return grad if self.codec.lossless or grad.dtype == torch.float32 else grad.float()
+        return grad if self._works_in_place else self._float32().copy_(grad)
 
     def work_out(self) -> Tensor:
-        """Where to decode to: the gradient itself, or float32 scratch to be handed to :meth:`finish`."""
-        grad = self.grad.view(self.spec.shape)
-        return (
-            grad if self.codec.lossless or grad.dtype == torch.float32 else torch.empty_like(grad, dtype=torch.float32)
-        )
+        """Where to decode to: the gradient itself, or :func:`scratch` to be handed to :meth:`finish`."""
+        return self.grad.view(self.spec.shape) if self._works_in_place else self._float32()
+
+    @property
+    def _works_in_place(self) -> bool:
+        return self.codec.lossless or self.grad.dtype == torch.float32
+
+    def _float32(self) -> Tensor:
+        return scratch("item", self.spec.shape, torch.float32, self.grad.device)
 
     def finish(self, out: Tensor) -> None:
         """Brings decoded values into the gradient's dtype."""
@@ -111,10 +119,6 @@ class Packing:
             self.offsets.append(end)
             end += -(-n // _ALIGN) * _ALIGN
         self.total = end
-
-    def allocate(self, device: torch.device) -> Tensor:
-        """A zeroed buffer (padding is sent too, and must not vary), shape (total,), uint8."""
-        return torch.zeros(self.total, dtype=torch.uint8, device=device)
 
     def slices(self, buffer: Tensor) -> list[Tensor]:
         """The payloads as views of a buffer of ``total`` bytes."""

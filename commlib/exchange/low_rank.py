@@ -9,6 +9,7 @@ from torch import Tensor
 
 from commlib.collective import AllReduce, Rounds
 from commlib.compressor import Compressor, LayerSpec, LowRank
+from commlib.exchange.arena import Arena
 from commlib.exchange.item import Item, Stripe, World, payers
 from commlib.feedback import ErrorFeedback
 
@@ -42,8 +43,11 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
     codecs = [_require(item.codec) for item in items]
     device = items[0].grad.device
     matrices: list[Tensor] = []
-    lefts = _Factors([(i.spec.matrix[0], c.rank_of(i.spec)) for i, c in zip(items, codecs, strict=True)], device)
-    rights = _Factors([(i.spec.matrix[1], c.rank_of(i.spec)) for i, c in zip(items, codecs, strict=True)], device)
+    ranks = [c.rank_of(i.spec) for i, c in zip(items, codecs, strict=True)]
+    lefts, rights = (
+        _Factors([(i.spec.matrix[side], rank) for i, rank in zip(items, ranks, strict=True)], items[0].arena, device)
+        for side in (0, 1)
+    )
     for item, p in zip(items, lefts.views, strict=True):
         with item.meter.phase("compress"):
             m = _with_residual(item).view(item.spec.matrix)
@@ -74,16 +78,17 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
 class _Factors:
     """Float32 matrices side by side in one buffer, so that one collective carries them."""
 
-    def __init__(self, shapes: Sequence[tuple[int, int]], device: torch.device) -> None:
+    def __init__(self, shapes: Sequence[tuple[int, int]], arena: Arena, device: torch.device) -> None:
         sizes = [a * b for a, b in shapes]
-        self.flat = torch.empty(sum(sizes), dtype=torch.float32, device=device)
+        self.flat = arena.empty((sum(sizes),), torch.float32, device)
         self.views = [v.view(s) for v, s in zip(torch.split(self.flat, sizes), shapes, strict=True)]
 
 
 def _with_residual(item: Item) -> Tensor:
     if "residual" in item.memory.old:
         return torch.add(item.work_grad(), item.memory.old["residual"], out=item.memory.new["residual"])
-    return item.work_grad()
+    grad = item.grad.view(item.spec.shape)
+    return grad if grad.dtype == torch.float32 else grad.float()  # it must last for two rounds
 
 
 def _low_rank(codec: Compressor) -> LowRank | None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from commlib.collective import AllGather, Rounds
@@ -70,11 +69,11 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
     parts = [_parts(item, world.size) for item in here]
     lengths = [max(p.numel() for p in own) * item.grad.itemsize for item, own in zip(here, parts, strict=True)]
     packing = Packing(lengths)
-    mine = packing.allocate(here[0].grad.device)
+    mine = here[0].arena.bytes(packing.total, here[0].grad.device)
     for item, own, room in zip(here, parts, packing.slices(mine), strict=True):
         with item.meter.phase("decompress"):
             _make(item, world, _like(own[world.rank], room))
-    gathered = torch.empty(world.size * len(mine), dtype=torch.uint8, device=mine.device)
+    gathered = here[0].arena.bytes(world.size * len(mine), mine.device)
     yield [AllGather(gathered, mine, payers(here, lengths))]
     for j, row in enumerate(rows(gathered, world.size)):
         for item, own, room in zip(here, parts, packing.slices(row), strict=True):

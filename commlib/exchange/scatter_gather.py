@@ -17,6 +17,7 @@ from torch import Tensor
 from commlib.collective import AllGather, AllToAll, Rounds
 from commlib.compressor import Compressor, LayerSpec
 from commlib.exchange.item import Item, Packing, Stripe, World, rows
+from commlib.scratch import scratch
 
 ROUNDS = 2
 
@@ -56,16 +57,13 @@ def owned(codec: Compressor, spec: LayerSpec, world: World) -> Stripe | None:
 
 def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
     """Scatter stripes, sum and re-encode one's own, gather them all; the owner too uses what the others decode."""
-    device = items[0].grad.device
-    cut = [stripes(i.codec, i.spec, world.size) for i in items]
-    # packings[p] holds the payloads, one a layer, of the stripes that rank p owns
-    packings = [
-        Packing([i.codec.nbytes(c[p].spec) for i, c in zip(items, cut, strict=True)]) for p in range(world.size)
-    ]
+    device, arena = items[0].grad.device, items[0].arena
+    layers = tuple((i.codec, i.spec) for i in items)
+    cut, packings = arena.known((layers, world), lambda: _layout(layers, world.size))
     mine = packings[world.rank]
     splits = [p.total for p in packings]
 
-    send = torch.zeros(sum(splits), dtype=torch.uint8, device=device)
+    send = arena.bytes(sum(splits), device)
     outgoing = [
         p.slices(send[a:b]) for p, (a, b) in zip(packings, pairwise(accumulate(splits, initial=0)), strict=True)
     ]
@@ -76,18 +74,18 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
                 seed = item.seeds.of(item.codec, world.rank, f"stripe {p}")
                 memory = item.memory.rows(s.start, s.stop)
                 item.codec.compress(grad[s.start : s.stop], outgoing[p][i], memory=memory, seed=seed)
-    received = torch.empty(world.size * mine.total, dtype=torch.uint8, device=device)
+    received = arena.bytes(world.size * mine.total, device)
     shares = [(item.meter, sum(p.lengths[i] for p in packings)) for i, item in enumerate(items)]
     yield [AllToAll(received, send, [mine.total] * world.size, splits, world.rank, shares)]
 
     incoming = mine.columns(received, world.size)
-    reply = torch.zeros(max(splits), dtype=torch.uint8, device=device)
+    reply = arena.bytes(max(splits), device)
     for i, (item, c) in enumerate(zip(items, cut, strict=True)):
         mean = _mean_of_stripe(item, c[world.rank], incoming[i], world)
         with item.meter.phase("compress"):
             seed = item.seeds.of(item.codec, world.rank, f"owner {world.rank}")
             item.codec.compress(mean, mine.slices(reply)[i], memory=item.owner, seed=seed)
-    gathered = torch.empty(world.size * len(reply), dtype=torch.uint8, device=device)
+    gathered = arena.bytes(world.size * len(reply), device)
     yield [AllGather(gathered, reply, [(item.meter, n) for item, n in zip(items, mine.lengths, strict=True)])]
 
     replies = [p.slices(row) for p, row in zip(packings, rows(gathered, world.size), strict=True)]
@@ -100,11 +98,23 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
             item.finish(out)
 
 
+def _layout(
+    layers: Sequence[tuple[Compressor, LayerSpec]], world: int
+) -> tuple[list[list[Stripe]], list[Packing]]:
+    """The stripes of every layer; and for every rank the payloads, one a layer, of the stripes that it owns."""
+    cut = [stripes(codec, spec, world) for codec, spec in layers]
+    owners = [
+        [codec.nbytes(stripe.spec) for (codec, _), stripe in zip(layers, own, strict=True)]
+        for own in zip(*cut, strict=True)
+    ]
+    return cut, [Packing(lengths) for lengths in owners]
+
+
 def _mean_of_stripe(item: Item, stripe: Stripe, payloads: Tensor, world: World) -> Tensor:
     """The mean over ranks of this rank's stripe, decoded in rank order."""
     with item.meter.phase("decompress"):
         dtype = item.spec.dtype if item.codec.lossless else torch.float32
-        mean = torch.empty(stripe.spec.shape, dtype=dtype, device=item.grad.device)
+        mean = scratch("mean", stripe.spec.shape, dtype, item.grad.device)
         seeds = [item.seeds.of(item.codec, p, f"stripe {world.rank}") for p in range(world.size)]
         item.codec.decompress_sum(payloads, mean, scale=1 / world.size, seeds=seeds)
         return mean

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from commlib.compressors.kernels import casts, elias_fano, powers, reference, signs
+from commlib.compressors.kernels import casts, elias_fano, powers, reference, signs, vector
 from commlib.compressors.kernels import largest as _largest
 from commlib.compressors.kernels import levels as _levels
 from commlib.compressors.kernels.bits import fields_nbytes, low_bits
@@ -46,14 +46,15 @@ def two_means_encode(x: Tensor, payload: Tensor, column: int, carry: Carry | Non
     """See ``reference``."""
     if x.numel():
         means, bits = _parts(payload, 8 * -(-x.numel() // column))
-        signs.two_means_encode(*_joined(x, carry), means, bits, column)
+        past = column % 16 == 0 and column <= signs.HELD and carry is not None and _leaves(carry)
+        signs.two_means_encode(*_joined(x, carry), means, bits, column, past)
 
 
 def two_means_decode(payloads: Tensor, out: Tensor, column: int, *, add: bool, scale: float) -> None:
     """See ``reference``."""
     if out.numel():
         means, bits = _parts(payloads, 8 * -(-out.numel() // column))
-        signs.two_means_decode(means, bits, out.numpy(), column, add, scale)
+        signs.two_means_decode(means, bits, out.numpy(), column, add, scale, _past(out))
 
 
 def sign_encode(x: Tensor, payload: Tensor, carry: Carry | None = None) -> None:
@@ -65,7 +66,7 @@ def sign_encode(x: Tensor, payload: Tensor, carry: Carry | None = None) -> None:
 def sign_decode(payloads: Tensor, out: Tensor, *, add: bool, scale: float) -> None:
     """See ``reference``."""
     if out.numel():
-        signs.sign_decode(*_parts(payloads, 4), out.numpy(), add, scale)
+        signs.sign_decode(*_parts(payloads, 4), out.numpy(), add, scale, _past(out))
 
 
 def linear_encode(x: Tensor, payload: Tensor, block: int, levels: int, carry: Carry | None = None) -> None:
@@ -191,6 +192,16 @@ def _joined(x: Tensor, carry: Carry | None) -> tuple[Floats, Floats, Floats, boo
     """(x, old, v, carried), as the loops take them: without a carry ``v`` is x, and ``old`` not read."""
     xs = x.numpy()
     return (xs, xs, xs, False) if carry is None else (xs, carry.old.view(-1).numpy(), carry.new.view(-1).numpy(), True)
+
+
+def _leaves(carry: Carry) -> bool:
+    """Whether what is not sent is written past the caches: not where they hold it already."""
+    return carry.old.data_ptr() != carry.new.data_ptr() and _past(carry.new)
+
+
+def _past(written: Tensor) -> bool:
+    """Whether it is written past the caches: it is out of them when it is read again, and begins with a line."""
+    return written.numel() > signs.PAST and written.data_ptr() % vector.LINE == 0
 
 
 def _parts(payload: Tensor, head: int) -> tuple[Floats, Bytes]:

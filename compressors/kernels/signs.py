@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from commlib.compressors.kernels import vector
+from commlib.compressors.kernels import block, vector
 from commlib.compressors.kernels.jit import Bytes, Floats, Scalar, jit
 
 # 1024 values are halved, the first half plus the second, until one is left, and the sums likewise: as `reference.fold`
 # does with whole tensors. IEEE additions in a fixed order have one result.
-BLOCK, HALF = 1024, 512
+BLOCK, HALF = block.BLOCK, block.BLOCK // 2
 CHUNK = 4096  # values that stay in the first cache while several ranks' payloads are added to them
+HELD = 16384  # values of a column that stay in the second cache until its means are known
+PAST = 1 << 18  # a tensor of more values than this is out of the caches when it is read again
 ZERO = np.float32(0)
 
 
@@ -31,12 +33,26 @@ def folded(a: Floats, n: int, half: Floats) -> Scalar:
     while n > 1:
         blocks = (n + BLOCK - 1) // BLOCK
         for b in range(blocks):
-            part = a[b * BLOCK : min(n, (b + 1) * BLOCK)]
-            for i in range(HALF):
-                half[i] = (part[i] if i < len(part) else ZERO) + (part[i + HALF] if i + HALF < len(part) else ZERO)
-            a[b] = halved(half)
+            a[b] = _folded_block(a[b * BLOCK : min(n, (b + 1) * BLOCK)], half)
         n = blocks
     return a[0] + ZERO
+
+
+@jit
+def _folded_block(part: Floats, half: Floats) -> Scalar:
+    """The sum of 1 to 1024 values, as if zeros followed: to add several of them is to add one."""
+    width = HALF
+    while width > 1 and width >= len(part):
+        width //= 2
+    for i in range(width):
+        low = part[i] if i < len(part) else ZERO
+        high = part[i + width] if i + width < len(part) else ZERO
+        half[i] = (low + ZERO) + (high + ZERO)  # of -0 and 0 the sum is 0
+    while width > 1:
+        width //= 2
+        for i in range(width):
+            half[i] += half[i + width]
+    return half[0]
 
 
 @jit
@@ -77,13 +93,16 @@ def _sizes(v: Floats, half: Floats) -> None:
 
 
 @jit
-def _pack(v: Floats, start: int, end: int, bits: Bytes) -> Scalar:
-    """Bit i of ``bits`` is v[i] ≥ 0, for a part; how many are set. A byte is begun by the first of its values."""
+def _pack(v: Floats, shift: int, start: int, end: int, bits: Bytes) -> Scalar:
+    """Bit i of ``bits`` is v[i - shift] ≥ 0, for a part; how many are set. A byte is begun by the first of its values.
+
+    ``v`` may be a column that begins at ``shift``.
+    """
     ones: Scalar = 0
     i = start
     while i < end:
         if i % 8 == 0 and i + 64 <= end:
-            word = vector.at_least(v, i, ZERO)
+            word = vector.at_least(v, i - shift, ZERO)
             eight = bits[i // 8 : i // 8 + 8]
             for k in range(8):
                 eight[k] = np.uint8(word >> np.uint64(8 * k))
@@ -92,7 +111,7 @@ def _pack(v: Floats, start: int, end: int, bits: Bytes) -> Scalar:
         else:
             if i % 8 == 0:
                 bits[i // 8] = 0
-            if v[i] >= ZERO:
+            if v[i - shift] >= ZERO:
                 bits[i // 8] |= np.uint8(1 << (i % 8))
                 ones += 1
             i += 1
@@ -100,39 +119,60 @@ def _pack(v: Floats, start: int, end: int, bits: Bytes) -> Scalar:
 
 
 @jit
-def two_means_encode(x: Floats, old: Floats, v: Floats, carried: bool, means: Floats, bits: Bytes, column: int) -> None:
-    """As the reference's; ``v`` is x itself, or (``carried``) takes x + old, and in the end what was not sent of it."""
+def two_means_encode(
+    x: Floats, old: Floats, v: Floats, carried: bool, means: Floats, bits: Bytes, column: int, past: bool
+) -> None:
+    """As the reference's; ``v`` is x itself, or (``carried``) what was not sent of x + old, ``past`` the caches."""
     n = len(v)
-    up, low = np.empty(HALF, np.float32), np.empty(HALF, np.float32)
+    held = np.empty(min(HELD, column, n) if carried else 0, np.float32)
+    up, low, sums = np.empty(HALF, np.float32), np.empty(HALF, np.float32), np.empty(2, np.float32)
     most = (min(n, column) + BLOCK - 1) // BLOCK
     ups, lows = np.empty(most, np.float32), np.empty(most, np.float32)
     for c in range((n + column - 1) // column):
         start, end = c * column, min(n, (c + 1) * column)
+        whole = held[: end - start] if end - start <= len(held) else v[start:end]
         ones, blocks = 0, (end - start + BLOCK - 1) // BLOCK
         for b in range(blocks):
             first, last = start + b * BLOCK, min(end, start + (b + 1) * BLOCK)
+            part = whole[first - start : last - start]
+            if len(part) == BLOCK and first % 8 == 0:
+                packed = bits[first // 8 : first // 8 + BLOCK // 8]
+                if carried:
+                    ones += block.sides_joined(x[first:last], old[first:last], part, packed, sums)
+                else:
+                    ones += block.sides(part, part, part, packed, sums)
+                ups[b], lows[b] = sums[0], sums[1]
+                continue
             if carried:
-                add(x[first:last], old[first:last], v[first:last])
-            _sides(v[first:last], up, low)
+                add(x[first:last], old[first:last], part)
+            _sides(part, up, low)
             ups[b], lows[b] = halved(up), halved(low)
-            ones += _pack(v, first, last, bits)
+            ones += _pack(whole, start, first, last, bits)
         mean_low = folded(lows, blocks, low) / np.float32(max(1, end - start - ones))
         mean_up = folded(ups, blocks, up) / np.float32(max(1, ones))
         means[2 * c], means[2 * c + 1] = mean_low, mean_up
         if carried:
-            _take(v[start:end], mean_low, mean_up)
+            take(whole, mean_low, mean_up, v[start:end], past)
+    if past:
+        vector.fence()
 
 
 @jit
-def _take(v: Floats, low: Scalar, up: Scalar) -> None:
-    """What is left of values when the mean of their side is sent."""
-    for i in range(len(v)):
-        v[i] -= up if v[i] >= ZERO else low
+def take(v: Floats, low: Scalar, up: Scalar, rest: Floats, past: bool) -> None:
+    """What is left of values when the mean of their side is sent; ``rest`` may be ``v``, and then not ``past``."""
+    whole = len(v) // vector.WIDTH * vector.WIDTH
+    for i in range(0, whole, vector.WIDTH):
+        if past:
+            block.less_past(v, low, up, rest, i)
+        else:
+            block.less(v, low, up, rest, i)
+    for i in range(whole, len(v)):
+        rest[i] = v[i] - (up if v[i] >= ZERO else low)
 
 
 @jit
-def _spread(bits: Bytes, start: int, end: int, low: Scalar, up: Scalar, out: Floats, more: bool) -> None:
-    """``up`` where the bit is set, else ``low``: written or (``more``) added to a part."""
+def _spread(bits: Bytes, start: int, end: int, low: Scalar, up: Scalar, out: Floats, more: bool, past: bool) -> None:
+    """``up`` where the bit is set, else ``low``: written (``past`` the caches) or (``more``) added to a part."""
     i = start
     while i < end:
         if i % 8 == 0 and i + 64 <= end:
@@ -141,6 +181,8 @@ def _spread(bits: Bytes, start: int, end: int, low: Scalar, up: Scalar, out: Flo
                 word |= np.uint64(eight[k]) << np.uint64(8 * k)
             if more:
                 vector.add(word, low, up, out, i)
+            elif past and i % 16 == 0:
+                vector.put_past(word, low, up, out, i)
             else:
                 vector.put(word, low, up, out, i)
             i += 64
@@ -151,16 +193,20 @@ def _spread(bits: Bytes, start: int, end: int, low: Scalar, up: Scalar, out: Flo
 
 
 @jit
-def two_means_decode(means: Floats, bits: Bytes, out: Floats, column: int, more: bool, scale: Scalar) -> None:
+def two_means_decode(
+    means: Floats, bits: Bytes, out: Floats, column: int, more: bool, scale: Scalar, past: bool
+) -> None:
     """The sum over ranks; means, shape (P, 2·columns), bits, shape (P, bytes)."""
-    n, factor = len(out), np.float32(scale)
+    n, factor, past = len(out), np.float32(scale), past and len(means) == 1
     for c in range((n + column - 1) // column):
         end = min(n, (c + 1) * column)
         for first in range(c * column, end, CHUNK):
             last = min(end, first + CHUNK)
             for p in range(len(means)):
                 low, up = means[p, 2 * c] * factor, means[p, 2 * c + 1] * factor
-                _spread(bits[p], first, last, low, up, out, more or p > 0)
+                _spread(bits[p], first, last, low, up, out, more or p > 0, past)
+    if past:
+        vector.fence()
 
 
 @jit
@@ -175,18 +221,20 @@ def sign_encode(x: Floats, old: Floats, v: Floats, carried: bool, mean: Floats, 
             add(x[first:last], old[first:last], v[first:last])
         _sizes(v[first:last], half)
         sums[b] = halved(half)
-        _pack(v, first, last, bits)
+        _pack(v, 0, first, last, bits)
     size = folded(sums, blocks, half) / np.float32(n)
     mean[0] = size
     if carried:
-        _take(v, -size, size)
+        take(v, -size, size, v, False)
 
 
 @jit
-def sign_decode(mean: Floats, bits: Bytes, out: Floats, more: bool, scale: Scalar) -> None:
+def sign_decode(mean: Floats, bits: Bytes, out: Floats, more: bool, scale: Scalar, past: bool) -> None:
     """The sum over ranks; mean, shape (P, 1), bits, shape (P, bytes)."""
-    n, factor = len(out), np.float32(scale)
+    n, factor, past = len(out), np.float32(scale), past and len(mean) == 1
     for first in range(0, n, CHUNK):
         for p in range(len(mean)):
             size = mean[p, 0] * factor
-            _spread(bits[p], first, min(n, first + CHUNK), -size, size, out, more or p > 0)
+            _spread(bits[p], first, min(n, first + CHUNK), -size, size, out, more or p > 0, past)
+    if past:
+        vector.fence()

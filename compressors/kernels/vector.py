@@ -14,17 +14,18 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 WIDTH = 64
+LINE = 64  # bytes
 _MASK = ir.VectorType(ir.IntType(1), WIDTH)
 
 
-def _place(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
+def place_of(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
     """A pointer to 64 values of an array from an index on; they may lie at any boundary of one value."""
     held = context.make_array(kind)(context, builder, array)
     item = context.get_data_type(kind.dtype)
     return builder.bitcast(builder.gep(held.data, [index]), ir.VectorType(item, WIDTH).as_pointer())
 
 
-def _all(builder: Any, value: Any) -> Any:
+def times(builder: Any, value: Any) -> Any:
     """64 times a value."""
     kind = ir.VectorType(value.type, WIDTH)
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
@@ -32,30 +33,38 @@ def _all(builder: Any, value: Any) -> Any:
     return builder.shuffle_vector(one, one, zeros)
 
 
+def write(builder: Any, values: Any, place: Any, past: bool) -> None:
+    """A store, or one past the caches, which does not read first what it overwrites; then the place is a line's."""
+    stored = builder.store(values, place, align=LINE if past else 4)
+    if past:
+        one = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        stored.set_metadata("nontemporal", one)
+
+
 def _compared(compare: Callable[[Any, Any, Any], Any]) -> Any:
     """An intrinsic (array, index, bound) → how 64 values compare with the bound, the first in the lowest bit."""
 
     def typed(typing: Any, array: Any, index: Any, bound: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            values = builder.load(_place(context, builder, array, args[0], args[1]), align=4)
-            return builder.bitcast(compare(builder, values, _all(builder, args[2])), ir.IntType(WIDTH))
+            values = builder.load(place_of(context, builder, array, args[0], args[1]), align=4)
+            return builder.bitcast(compare(builder, values, times(builder, args[2])), ir.IntType(WIDTH))
 
         return types.uint64(array, types.intp, array.dtype), generate
 
     return intrinsic(typed)
 
 
-def _spread(more: bool) -> Any:
+def _spread(more: bool, past: bool = False) -> Any:
     """An intrinsic (bits, low, up, out, index): 64 times ``up`` where the bit is set, else ``low``."""
 
     def typed(typing: Any, word: Any, low: Any, up: Any, out: Any, index: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            place = _place(context, builder, out, args[3], args[4])
+            place = place_of(context, builder, out, args[3], args[4])
             mask = builder.bitcast(args[0], _MASK)
-            values = builder.select(mask, _all(builder, args[2]), _all(builder, args[1]))
+            values = builder.select(mask, times(builder, args[2]), times(builder, args[1]))
             if more:
                 values = builder.fadd(builder.load(place, align=4), values)
-            builder.store(values, place, align=4)
+            write(builder, values, place, past)
             return context.get_dummy_value()
 
         return types.void(types.uint64, out.dtype, out.dtype, out, types.intp), generate
@@ -67,7 +76,7 @@ def _join(typing: Any, x: Any, old: Any, v: Any, index: Any) -> Any:
     """64 values v = x + old, float32; ``old`` and ``v`` may be one array."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        places = [_place(context, builder, v, array, args[3]) for array in args[:3]]
+        places = [place_of(context, builder, v, array, args[3]) for array in args[:3]]
         one, other = (builder.load(place, align=4) for place in places[:2])
         builder.store(builder.fadd(one, other), places[2], align=4)
         return context.get_dummy_value()
@@ -75,13 +84,21 @@ def _join(typing: Any, x: Any, old: Any, v: Any, index: Any) -> Any:
     return types.void(v, v, v, types.intp), generate
 
 
+def _fence(typing: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
 def _move(typing: Any, g: Any, factor: Any, old: Any, u: Any, index: Any) -> Any:
     """64 values u = factor·old + g, float32; any two may be one array."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        places = [_place(context, builder, u, array, args[4]) for array in (args[0], args[2], args[3])]
+        places = [place_of(context, builder, u, array, args[4]) for array in (args[0], args[2], args[3])]
         g, old = (builder.load(place, align=4) for place in places[:2])
-        builder.store(builder.fadd(builder.fmul(old, _all(builder, args[1])), g), places[2], align=4)
+        builder.store(builder.fadd(builder.fmul(old, times(builder, args[1])), g), places[2], align=4)
         return context.get_dummy_value()
 
     return types.void(u, u.dtype, u, u, types.intp), generate
@@ -108,9 +125,9 @@ def _shorter(brain: bool) -> Any:
 
     def typed(typing: Any, v: Any, short: Any, index: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            values = builder.load(_place(context, builder, v, args[0], args[2]), align=4)
+            values = builder.load(place_of(context, builder, v, args[0], args[2]), align=4)
             shorts = (bfloat if brain else half)(builder, values)
-            builder.store(shorts, _place(context, builder, short, args[1], args[2]), align=2)
+            builder.store(shorts, place_of(context, builder, short, args[1], args[2]), align=2)
             return context.get_dummy_value()
 
         return types.void(v, short, types.intp), generate
@@ -123,15 +140,15 @@ def _wider(brain: bool, more: bool) -> Any:
 
     def typed(typing: Any, short: Any, factor: Any, out: Any, index: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            shorts = builder.load(_place(context, builder, short, args[0], args[3]), align=2)
+            shorts = builder.load(place_of(context, builder, short, args[0], args[3]), align=2)
             floats = ir.VectorType(ir.FloatType(), WIDTH)
             if brain:
                 words = builder.zext(shorts, ir.VectorType(ir.IntType(32), WIDTH))
                 values = builder.bitcast(builder.shl(words, _filled(32, 16)), floats)
             else:
                 values = builder.fpext(builder.bitcast(shorts, ir.VectorType(ir.HalfType(), WIDTH)), floats)
-            values = builder.fmul(values, _all(builder, args[1]))
-            place = _place(context, builder, out, args[2], args[3])
+            values = builder.fmul(values, times(builder, args[1]))
+            place = place_of(context, builder, out, args[2], args[3])
             if more:
                 values = builder.fadd(builder.load(place, align=4), values)
             builder.store(values, place, align=4)
@@ -144,7 +161,7 @@ def _wider(brain: bool, more: bool) -> Any:
 
 def _largest(typing: Any, v: Any, index: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        values = builder.load(_place(context, builder, v, args[0], args[1]), align=4)
+        values = builder.load(place_of(context, builder, v, args[0], args[1]), align=4)
         words = ir.VectorType(ir.IntType(32), WIDTH)
         sizes = builder.and_(builder.bitcast(values, words), _filled(32, 0x7FFFFFFF))
         kind = ir.FunctionType(ir.IntType(32), [words])
@@ -193,6 +210,10 @@ put = _spread(more=False)
 """(bits, low, up, float32 array, index): 64 values are written."""
 add = _spread(more=True)
 """The same, added."""
+put_past = _spread(more=False, past=True)
+"""As ``put``, past the caches, to the beginning of a line; a ``fence`` must follow before others may look."""
+fence: Any = intrinsic(_fence)
+"""What was written past the caches is there for all threads."""
 to_half, to_brain = _shorter(brain=False), _shorter(brain=True)
 """(float32 array, uint16 array, index): 64 values as float16 or bfloat16."""
 join: Any = intrinsic(_join)

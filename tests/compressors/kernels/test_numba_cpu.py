@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from commlib.compressors.kernels import numba_cpu
+from commlib.compressors.kernels import numba_cpu, signs
 from commlib.compressors.kernels.bits import elias_fano_nbytes
 from commlib.compressors.kernels.choice import Kernels
 from commlib.slots import Carry
-from loops import LOOPS, PLAIN, Loop, check_decoding, check_encoding, same, vectors
+from loops import LOOPS, PLAIN, Loop, check_decoding, check_encoding, encoded, same, two_means, vectors
 
 COMPILED = cast(Kernels, numba_cpu)
 
@@ -110,6 +110,23 @@ def test_the_residual_may_be_in_place(loop: Loop) -> None:
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 def test_a_sum_of_negative_zeros_has_the_references_sign(loop: Loop) -> None:
     check_encoding(COMPILED, loop, torch.full((3072,), -0.0), carried=False)
+
+
+LARGE = {**LOOPS, "two_means of 2048": two_means(2048), "two_means of 1040": two_means(1040)}
+
+
+@pytest.mark.parametrize("start", [0, 3])
+@pytest.mark.parametrize("loop", LARGE.values(), ids=LARGE)
+def test_a_layer_that_is_written_past_the_caches_is_the_same(loop: Loop, start: int) -> None:
+    n = signs.PAST + 5000
+    x = torch.randn(n + start, generator=torch.Generator().manual_seed(3))[start:]
+    (payload, kept), (wanted, left) = (encoded(k, loop, x, x.flip(0)) for k in (COMPILED, PLAIN))
+    assert same(payload.view(loop.wire), wanted.view(loop.wire))
+    assert same(kept, left)
+    out, expected = (torch.zeros(n + start)[start:] for _ in range(2))
+    loop.decode(COMPILED, payload[None], out, False, 0.5)
+    loop.decode(PLAIN, payload[None], expected, False, 0.5)
+    assert same(out, expected)
 
 
 def test_no_loop_holds_the_interpreter() -> None:

@@ -1,0 +1,34 @@
+"""Memory for a moment, which a thread uses again and again."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class _Held(threading.local):
+    def __init__(self) -> None:
+        self.tensors: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+
+_held = _Held()
+
+
+def scratch(what: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Of any content, until this thread asks again for the same: not across a round of an exchange.
+
+    Args:
+        what: it is for; what two purposes ask for does not overlap.
+        shape: of the result; the memory is as large as the largest yet.
+        dtype: of the result.
+        device: of the result.
+    """
+    size, key = math.prod(shape), (what, dtype, device)
+    held = _held.tensors.get(key)
+    if held is None or len(held) < size:
+        held = _held.tensors[key] = torch.empty(size, dtype=dtype, device=device)
+    return held[:size].view(tuple(shape))

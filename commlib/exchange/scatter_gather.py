@@ -98,9 +98,7 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
             item.finish(out)
 
 
-def _layout(
-    layers: Sequence[tuple[Compressor, LayerSpec]], world: int
-) -> tuple[list[list[Stripe]], list[Packing]]:
+def _layout(layers: Sequence[tuple[Compressor, LayerSpec]], world: int) -> tuple[list[list[Stripe]], list[Packing]]:
     """The stripes of every layer; and for every rank the payloads, one a layer, of the stripes that it owns."""
     cut = [stripes(codec, spec, world) for codec, spec in layers]
     owners = [

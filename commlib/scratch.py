@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
 class _Held(threading.local):
@@ -27,6 +28,8 @@ def scratch(what: str, shape: Sequence[int], dtype: torch.dtype, device: torch.d
         dtype: of the result.
         device: of the result.
     """
+    if is_in_torch_dispatch_mode():  # whose tensors may be of its own kind
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
     size, key = math.prod(shape), (what, dtype, device)
     held = _held.tensors.get(key)
     if held is None or len(held) < size:

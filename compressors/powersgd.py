@@ -10,6 +10,7 @@ from torch import Tensor
 from commlib.compressor import LayerSpec, LowRank, Memory, Slot
 from commlib.compressors.kernels.random import hash32
 from commlib.compressors.kernels.reference import power_of_two
+from commlib.thin import thin_product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +57,11 @@ class PowerSGD(LowRank):
         if x.numel():
             m, n = LayerSpec.of(x).matrix
             matrix = x.view(m, n)
-            p = self.orthogonalise(matrix @ memory.old["basis"])
-            q = matrix.T @ p
+            r = self.rank_of(LayerSpec.of(x))
+            p, q = x.new_empty(m, r), x.new_empty(n, r)
+            thin_product(matrix, memory.old["basis"], p)
+            p = self.orthogonalise(p)
+            thin_product(matrix.T, p, q)
             self.next_basis(q, memory.new["basis"])
             payload.view(torch.float32).copy_(torch.cat([p.reshape(-1), q.reshape(-1)]))
 

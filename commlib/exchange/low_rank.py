@@ -12,6 +12,7 @@ from commlib.compressor import Compressor, LayerSpec, LowRank
 from commlib.exchange.arena import Arena
 from commlib.exchange.item import Item, Stripe, World, payers
 from commlib.feedback import ErrorFeedback
+from commlib.thin import thin_product
 
 ROUNDS = 2
 
@@ -52,7 +53,7 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
         with item.meter.phase("compress"):
             m = _with_residual(item).view(item.spec.matrix)
             matrices.append(m)
-            torch.matmul(m, item.memory.old["basis"], out=p)
+            thin_product(m, item.memory.old["basis"], p)
     lefts.flat.div_(world.size)
     yield [AllReduce(lefts.flat, payers(items, [p.nbytes for p in lefts.views]))]
 
@@ -61,7 +62,7 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
         with item.meter.phase("compress"):
             basis = codec.orthogonalise(p)
             bases.append(basis)
-            torch.matmul(m.T, basis, out=q)
+            thin_product(m.T, basis, q)
             if "residual" in item.memory.new:
                 m.addmm_(basis, q.T, alpha=-1.0)  # m *is* the new residual
     rights.flat.div_(world.size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from commlib.scratch import scratch
 
@@ -26,3 +27,12 @@ def test_purposes_dtypes_and_threads_do_not_share_it() -> None:
     thread.start()
     thread.join()
     assert mine.tolist() == [1.0] * 8
+
+
+def test_a_mode_has_tensors_of_its_own_kind_and_leaves_none() -> None:
+    mine = scratch("test", (8,), torch.float32, CPU)
+    with FakeTensorMode():
+        assert isinstance(scratch("test", (8,), torch.float32, CPU), FakeTensor)
+        assert isinstance(scratch("new", (8,), torch.float32, CPU), FakeTensor)
+    assert scratch("test", (8,), torch.float32, CPU).data_ptr() == mine.data_ptr()
+    assert not isinstance(scratch("new", (8,), torch.float32, CPU), FakeTensor)

@@ -179,6 +179,7 @@ class Sequencer:
             t.start()
 
     def _lane(self, lane: int, queues: Sequence[queue.SimpleQueue[_Trip | None]]) -> None:
+        torch.get_num_threads()  # a thread takes PyTorch's setting over when it asks; products before it has other bits
         while (trip := queues[lane - 1].get()) is not None:
             with self._on_stream(trip.result.device):
                 self._finish_round(trip)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Literal
 
 import torch
@@ -46,7 +47,7 @@ class LayerSpec:
     @classmethod
     def of(cls, x: Tensor, name: str = "tensor") -> LayerSpec:
         """The spec of a bare tensor."""
-        return cls(name=name, shape=tuple(x.shape), dtype=x.dtype, device=x.device)
+        return _spec(name, tuple(x.shape), x.dtype, x.device)
 
     @property
     def numel(self) -> int:
@@ -79,3 +80,8 @@ def _product(shape: tuple[int, ...]) -> int:
     for s in shape:
         n *= s
     return n
+
+
+@functools.lru_cache(maxsize=4096)  # a codec asks for the same again in every step
+def _spec(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> LayerSpec:
+    return LayerSpec(name=name, shape=shape, dtype=dtype, device=device)

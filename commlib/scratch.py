@@ -20,7 +20,7 @@ _held = _Held()
 
 
 def scratch(what: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Of any content, until this thread asks again for the same: not across a round of an exchange.
+    """Of any content, until this thread asks again for the same: not across a round of an exchange. (On the CPU.)
 
     Args:
         what: it is for; what two purposes ask for does not overlap.
@@ -28,7 +28,9 @@ def scratch(what: str, shape: Sequence[int], dtype: torch.dtype, device: torch.d
         dtype: of the result.
         device: of the result.
     """
-    if is_in_torch_dispatch_mode():  # whose tensors may be of its own kind
+    # A mode's tensors may be of its own kind. And on other devices two streams may be at work for one thread, which
+    # PyTorch's allocator knows and we do not; nor does memory cost anything there that it has had before.
+    if device.type != "cpu" or is_in_torch_dispatch_mode():
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     size, key = math.prod(shape), (what, dtype, device)
     held = _held.tensors.get(key)

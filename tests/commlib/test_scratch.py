@@ -7,7 +7,7 @@ import threading
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from commlib.scratch import scratch
+from commlib.scratch import _held, scratch
 
 CPU = torch.device("cpu")
 
@@ -36,3 +36,9 @@ def test_a_mode_has_tensors_of_its_own_kind_and_leaves_none() -> None:
         assert isinstance(scratch("new", (8,), torch.float32, CPU), FakeTensor)
     assert scratch("test", (8,), torch.float32, CPU).data_ptr() == mine.data_ptr()
     assert not isinstance(scratch("new", (8,), torch.float32, CPU), FakeTensor)
+
+
+def test_other_devices_have_an_allocator_that_knows_of_streams() -> None:
+    meta = torch.device("meta")
+    assert scratch("test", (8,), torch.float32, meta) is not scratch("test", (8,), torch.float32, meta)
+    assert ("test", torch.float32, meta) not in _held.tensors

@@ -10,11 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
 
+from commlib.bench.launch import signal_session
+
 from .keeper import LabError
 from .lab import Lab
 from .schedule import Event
 
 _SETTLE_S = 1.0  # after a first failure, so long may others report theirs
+_KILLED_S = 0.5  # what was on a host when it was told to die has done so by then
 _FAREWELL_S = 5.0  # so long may ranks take to end after a signal, before the lab is taken from under them
 
 
@@ -53,10 +56,7 @@ def run_command(
             _end(lab, ranks, signal.SIGINT)
         raise
     finally:
-        with contextlib.suppress(LabError):  # the lab itself was taken down: they ended with it
-            lab.signal(signal.SIGKILL)
-        for process in ranks:
-            process.wait()
+        _kill(lab, ranks)
 
 
 def _follow(
@@ -96,6 +96,19 @@ def _end(lab: Lab, ranks: Sequence[subprocess.Popen[bytes]], signum: int) -> Non
     until = time.monotonic() + _FAREWELL_S
     while (left := until - time.monotonic()) > 0 and (running := [p for p in ranks if p.poll() is None]):
         _wait_for_one(running, left)
+
+
+def _kill(lab: Lab, ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End everything on the hosts, and those ranks that were still on their way into theirs."""
+    with contextlib.suppress(LabError):  # the lab itself was taken down: they ended with it
+        lab.signal(signal.SIGKILL)
+    until = time.monotonic() + _KILLED_S
+    for process in ranks:
+        try:
+            process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            signal_session(process, signal.SIGKILL)
+            process.wait()
 
 
 def _wait_for_one(processes: Sequence[subprocess.Popen[bytes]], timeout: float | None) -> None:

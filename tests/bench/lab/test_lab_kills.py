@@ -16,7 +16,8 @@ import pytest
 
 from commlib.bench.lab import Lab
 from commlib.bench.lab.run import run_command
-from commlib.bench.launch import sigterm_raises
+from commlib.bench.lab.schedule import Event
+from commlib.bench.launch import Terminated, sigterm_raises
 
 _MARK = "COMMLIB_LAB_TEST"
 _GONE_S = 10.0  # the kernel frees a network namespace a little after its last process
@@ -97,6 +98,28 @@ def test_fifty_starts_and_random_kills_leave_nothing(no_lab: str | None) -> None
     assert after == before
     assert sum(killed.values()) == 50
     assert len(killed) == 4, killed
+
+
+class _SlowLab(Lab):
+    """A rank needs half a second to come into its host: what a loaded machine can do."""
+
+    def prefix(self, rank: int) -> list[str]:
+        return ["sh", "-c", 'sleep 0.5; exec "$@"', "sh", *super().prefix(rank)]
+
+
+@pytest.mark.parametrize("told", [KeyboardInterrupt, Terminated])
+def test_a_rank_on_its_way_into_its_host_ends_with_the_others(no_lab: str | None, told: type[BaseException]) -> None:
+    if no_lab is not None:
+        pytest.skip(no_lab)
+
+    def stop(event: Event) -> None:
+        raise told
+
+    with _SlowLab(2, ranks_per_host=2) as lab:
+        began = time.monotonic()
+        with pytest.raises(told):
+            run_command(lab, ["sleep", "60"], [Event(0.0, "heal", 0)], on_event=stop)
+        assert time.monotonic() - began < 20.0
 
 
 def test_the_count_sees_what_it_is_there_to_see(no_lab: str | None) -> None:

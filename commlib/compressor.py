@@ -102,6 +102,13 @@ class Compressor(ABC):
         """Stripes of this layer must be cut at multiples of so many rows of dimension 0."""
         return 1
 
+    def part_rows(self, spec: LayerSpec) -> int | None:
+        """Cut at multiples of so many rows, a layer is coded as it is in one piece; None if it is never so.
+
+        But for what is drawn at random. Large layers travel in such parts, one coded while another is on its way.
+        """
+        return None
+
     def refuse(self, spec: LayerSpec) -> str | None:
         """Why this layer should not be compressed with it (a reason in words), or None."""
         return None

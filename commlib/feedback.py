@@ -54,6 +54,9 @@ class ErrorFeedback(Compressor):
     def stripe_rows(self, spec: LayerSpec) -> int:
         return self.inner.stripe_rows(spec)
 
+    def part_rows(self, spec: LayerSpec) -> int | None:
+        return self.inner.part_rows(spec)
+
     def refuse(self, spec: LayerSpec) -> str | None:
         return self.inner.refuse(spec)
 

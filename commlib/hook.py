@@ -250,8 +250,9 @@ class HookState:
             future = self._sequencer.single(label, plain.mean(buffer, self.world), buffer)
         else:
             unsorted = bucket, names, self._plan, self._factors
-            rounds = self._sorter.rounds(*unsorted) if plain is None else plain.rounds(buffer, self.world)
-            future = self._sequencer.submit(label, self._checked(rounds, buffer), buffer)
+            *parts, last = self._sorter.rounds(*unsorted) if plain is None else [plain.rounds(buffer, self.world)]
+            trips = [*parts, self._checked(last, buffer)]
+            *_, future = [self._sequencer.submit(label, rounds, buffer) for rounds in trips]
         self._steps.submitted(future, last=bucket.is_last())
         if bucket.is_last() and self._factors is not None:
             self._factors.end_step()

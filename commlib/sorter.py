@@ -13,6 +13,7 @@ from commlib.compressor import LayerSpec, Memory
 from commlib.exchange import EXCHANGES
 from commlib.exchange.arena import Arena
 from commlib.exchange.item import Item, Seeds, World
+from commlib.exchange.parts import Routes, in_parts
 from commlib.factors.layers import FactorLayers
 from commlib.hierarchy import Hierarchy, share
 from commlib.levels import two_levels
@@ -56,14 +57,16 @@ class Sorter:
         self.meters = {s.name: Meter(s.device) for s in specs}
         self._nodes = world.size if levels is None else levels.inter.size
         self._dense_steps, self._seed = dense_steps, seed
-        self._arenas: dict[str, Arena] = {}
+        self._arenas: dict[tuple[str, int], Arena] = {}
 
     def plain(self, bucket: Any, plan: Plan) -> PlainBucket | None:
         """What is known of a bucket that need not be sorted: all of it goes as it is, and nothing is held back."""
         return self._plain.find(bucket, plan) if self._store.empty else None
 
-    def rounds(self, bucket: Any, names: Sequence[str], plan: Plan, factors: FactorLayers | None) -> Rounds:
-        """The exchanges of a bucket, whose parameters may go by several routes.
+    def rounds(self, bucket: Any, names: Sequence[str], plan: Plan, factors: FactorLayers | None) -> list[Rounds]:
+        """The exchanges of a bucket, whose parameters may go by several routes: one, or some that are to follow it.
+
+        When the last is through, all are.
 
         Args:
             bucket: DDP's.
@@ -75,7 +78,13 @@ class Sorter:
         for name, grad in zip(names, bucket.gradients(), strict=True):
             route = self._route(plan, name)
             routes.setdefault(route.exchange, []).append(self._item(plan, name, route, grad, factors))
-        return self._lending(self._exchange(bucket, plan, routes), [i for part in routes.values() for i in part])
+        if self._levels is not None:
+            return [self._lending(two_levels(routes, plan, self._world, self._levels), routes)]
+        if list(routes) == ["dense"]:
+            self._plain.note(bucket, plan, routes["dense"])
+        trips = in_parts(routes, self._arena)
+        whole = bucket.buffer() if len(routes) == len(trips) == 1 else None
+        return [self._lending(self._exchange(trip, whole), trip) for trip in trips]
 
     def with_factors(self) -> bool:
         """Whether the step whose forward pass is under way exchanges factors: it is past the dense ones."""
@@ -88,19 +97,19 @@ class Sorter:
         self._steps.settle()
         return Seeds(self._seed, self._steps.count, layer)
 
-    def _exchange(self, bucket: Any, plan: Plan, routes: dict[str, list[Item]]) -> Rounds:
-        if self._levels is not None:
-            return two_levels(routes, plan, self._world, self._levels)
-        if list(routes) == ["dense"]:
-            self._plain.note(bucket, plan, routes["dense"])
-        whole = bucket.buffer() if len(routes) == 1 else None
+    def _exchange(self, routes: Routes, whole: Tensor | None) -> Rounds:
         return lockstep([EXCHANGES[name].rounds(items, self._world, whole) for name, items in routes.items()])
 
-    def _lending(self, rounds: Rounds, items: Sequence[Item]) -> Rounds:
+    def _lending(self, rounds: Rounds, routes: Routes) -> Rounds:
         """An exchange that gives its layers' memory back; one that breaks off does not: it may be in use."""
         yield from rounds
-        for item in items:
-            self._arenas[item.spec.name] = item.arena
+        for item in (i for items in routes.values() for i in items):
+            self._arenas[item.spec.name, item.part.index] = item.arena
+
+    def _arena(self, layer: str, part: int) -> Arena:
+        arena = self._arenas.pop((layer, part), None) or Arena()
+        arena.rewind()
+        return arena
 
     def _route(self, plan: Plan, name: str) -> Route:
         planned, step = plan.layers[name], self._steps.count
@@ -125,6 +134,5 @@ class Sorter:
             trip = factors.trip(spec.layer)
         if self._store.drain(spec, grad, self._world.size, self._nodes) and trip is not None:
             trip.late = True  # what was added is in no rows
-        arena = self._arenas.pop(name, None) or Arena()
-        arena.rewind()
-        return Item(spec, codec, grad, memory, Seeds(self._seed, self._steps.count, name), meter, owner, trip, arena)
+        seeds = Seeds(self._seed, self._steps.count, name)
+        return Item(spec, codec, grad, memory, seeds, meter, owner, trip, self._arena(name, 0))

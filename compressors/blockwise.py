@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from commlib.compressor import Carry, LayerSpec
-from commlib.compressors.fused import Fused
+from commlib.compressors.fused import Fused, rows_of_blocks
 from commlib.compressors.kernels.bits import fields_nbytes
 from commlib.compressors.kernels.choice import kernels
 
@@ -29,6 +29,9 @@ class Blockwise(Fused):
 
     def nbytes(self, spec: LayerSpec) -> int:
         return 4 * -(-spec.numel // self.block) + fields_nbytes(spec.numel, (2 * self.levels).bit_length())
+
+    def part_rows(self, spec: LayerSpec) -> int | None:
+        return rows_of_blocks(spec, self.block)
 
     def write(self, x: Tensor, payload: Tensor, carry: Carry | None, seed: int) -> None:
         kernels(x).linear_encode(x.view(-1), payload, self.block, self.levels, carry)

@@ -19,6 +19,9 @@ class Cast(Fused):
     def nbytes(self, spec: LayerSpec) -> int:
         return spec.numel * self.wire.itemsize
 
+    def part_rows(self, spec: LayerSpec) -> int | None:
+        return 1
+
     def write(self, x: Tensor, payload: Tensor, carry: Carry | None, seed: int) -> None:
         kernels(x).cast_encode(x.view(-1), payload, self.wire, carry)
 

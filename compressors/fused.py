@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from commlib.compressor import Compressor, Memory
+from commlib.compressor import Compressor, LayerSpec, Memory
 from commlib.compressors.kernels import choice
 from commlib.slots import Carry
+
+
+def rows_of_blocks(spec: LayerSpec, block: int) -> int:
+    """Rows of a layer that are a whole number of blocks: the fewest."""
+    values = max(1, spec.matrix[1])
+    return block // math.gcd(block, values)
 
 
 class Fused(Compressor):

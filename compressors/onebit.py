@@ -46,6 +46,9 @@ class OneBit(Fused):
         fan_in = max(1, spec.numel // max(1, _rows(spec)))
         return -(-_MIN_COLUMN // fan_in)
 
+    def part_rows(self, spec: LayerSpec) -> int | None:
+        return None if self.axis == "tensor" else self.stripe_rows(spec)
+
     def nbytes(self, spec: LayerSpec) -> int:
         columns = -(-spec.numel // self._column(spec))
         return 8 * columns + -(-spec.numel // 8)

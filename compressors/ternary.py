@@ -7,7 +7,7 @@ import dataclasses
 from torch import Tensor
 
 from commlib.compressor import Carry, LayerSpec
-from commlib.compressors.fused import Fused
+from commlib.compressors.fused import Fused, rows_of_blocks
 from commlib.compressors.kernels.choice import kernels
 
 
@@ -37,6 +37,9 @@ class Ternary(Fused):
 
     def nbytes(self, spec: LayerSpec) -> int:
         return 4 * -(-spec.numel // self._block(spec.numel)) + -(-spec.numel // 5)
+
+    def part_rows(self, spec: LayerSpec) -> int | None:
+        return rows_of_blocks(spec, self.block) if self.block else None
 
     def write(self, x: Tensor, payload: Tensor, carry: Carry | None, seed: int) -> None:
         kernels(x).ternary_encode(x.view(-1), payload, self._block(x.numel()), seed, carry)

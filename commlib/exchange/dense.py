@@ -41,7 +41,7 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
         yield [mean(buffer, world, payers(items, [item.spec.nbytes for item in items]))]
         return
     by_dtype: dict[torch.dtype, list[Item]] = {}
-    for item in items:
+    for item in (each.alone() for each in items):
         dtype = item.codec.reduce_dtype(item.spec)
         if dtype is None:
             raise ValueError(f"{item.codec} cannot be all-reduced")  # refuse() has been passed over

@@ -30,6 +30,7 @@ def owned(codec: Compressor, spec: LayerSpec, world: World) -> Stripe | None:
 
 def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
     """Compress, all-gather, sum the decoded payloads: the same bytes in the same order everywhere."""
+    items = [item.alone() for item in items]
     layers = tuple((i.codec, i.spec) for i in items)
     packing = items[0].arena.known(layers, lambda: Packing([codec.nbytes(spec) for codec, spec in layers]))
     device = items[0].grad.device

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,6 +40,29 @@ class Stripe:
     spec: LayerSpec
 
 
+def cut(spec: LayerSpec, count: int, unit: int) -> list[Stripe]:
+    """A layer's rows in so many stripes, at multiples of ``unit``.
+
+    What does not divide goes to the first ones; some may be empty. A scalar is one row.
+    """
+    spec = spec if spec.shape else dataclasses.replace(spec, shape=(1,))
+    height = spec.shape[0]
+    units = -(-height // unit)
+    cuts = [min(height, unit * (units // count * p + min(p, units % count))) for p in range(count + 1)]
+    return [Stripe(a, b, spec.row_slice(a, b)) for a, b in pairwise(cuts)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One of so many parts of a layer, which travel one after another (:mod:`commlib.exchange.parts`)."""
+
+    index: int = 0
+    count: int = 1
+
+
+WHOLE = Part()
+
+
 @dataclasses.dataclass(frozen=True)
 class Seeds:
     """Seeds of one layer in one step: a pure function of (seed, step, layer, rank, stage)."""
@@ -70,6 +94,7 @@ class Item:
         owner: slots for re-encoding the stripe this rank owns (scatter_gather only).
         trip: the rows of its layer in this step (factors and owners only).
         arena: the layer's; the first layer's is also for what a bucket has once.
+        part: which of it travels; of an item that is cut, ``spec``, ``grad`` and slots are still the whole layer's.
     """
 
     spec: LayerSpec
@@ -81,27 +106,42 @@ class Item:
     owner: Memory
     trip: Trip | None = None
     arena: Arena = dataclasses.field(default_factory=Arena)
+    part: Part = WHOLE
 
-    def work_grad(self) -> Tensor:
-        """The gradient in the dtype its codec works on, spec-shaped; in :func:`scratch` if it must be converted."""
+    def alone(self) -> Item:
+        """Its part as a layer of its own: consecutive rows."""
+        if self.part == WHOLE:
+            return self
+        rows = cut(self.spec, self.part.count, self.codec.part_rows(self.spec) or 1)[self.part.index]
+        memory = self.memory.rows(rows.start, rows.stop)
+        return dataclasses.replace(self, spec=rows.spec, grad=self.rows(rows), memory=memory, part=WHOLE)
+
+    def rows(self, stripe: Stripe | None = None) -> Tensor:
+        """The gradient, spec-shaped, or some rows of it."""
         grad = self.grad.view(self.spec.shape)
-        return grad if self._works_in_place else self._float32().copy_(grad)
+        return grad if stripe is None else grad[stripe.start : stripe.stop]
 
-    def work_out(self) -> Tensor:
-        """Where to decode to: the gradient itself, or :func:`scratch` to be handed to :meth:`finish`."""
-        return self.grad.view(self.spec.shape) if self._works_in_place else self._float32()
+    def work_grad(self, stripe: Stripe | None = None) -> Tensor:
+        """:meth:`rows` in the dtype the codec works on; in :func:`scratch` if they must be converted."""
+        grad = self.rows(stripe)
+        return grad if self._works_in_place else self._float32(grad).copy_(grad)
+
+    def work_out(self, stripe: Stripe | None = None) -> Tensor:
+        """Where to decode to: :meth:`rows` themselves, or :func:`scratch` to be handed to :meth:`finish`."""
+        grad = self.rows(stripe)
+        return grad if self._works_in_place else self._float32(grad)
+
+    def finish(self, out: Tensor, stripe: Stripe | None = None) -> None:
+        """Brings decoded values into the gradient's dtype."""
+        if not self._works_in_place:
+            self.rows(stripe).copy_(out)
 
     @property
     def _works_in_place(self) -> bool:
         return self.codec.lossless or self.grad.dtype == torch.float32
 
-    def _float32(self) -> Tensor:
-        return scratch("item", self.spec.shape, torch.float32, self.grad.device)
-
-    def finish(self, out: Tensor) -> None:
-        """Brings decoded values into the gradient's dtype."""
-        if out.data_ptr() != self.grad.data_ptr():
-            self.grad.view(self.spec.shape).copy_(out)
+    def _float32(self, like: Tensor) -> Tensor:
+        return scratch("item", like.shape, torch.float32, like.device)
 
 
 class Packing:

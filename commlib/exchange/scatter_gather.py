@@ -7,7 +7,6 @@ the codec's boundaries, never per bucket: so residuals do not depend on how DDP 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -15,23 +14,16 @@ import torch
 from torch import Tensor
 
 from commlib.collective import AllGather, AllToAll, Rounds
-from commlib.compressor import Compressor, LayerSpec
-from commlib.exchange.item import Item, Packing, Stripe, World, rows
+from commlib.compressor import Compressor, LayerSpec, Memory
+from commlib.exchange.item import WHOLE, Item, Packing, Part, Stripe, World, cut, rows
 from commlib.scratch import scratch
 
 ROUNDS = 2
 
 
 def stripes(codec: Compressor, spec: LayerSpec, world: int) -> list[Stripe]:
-    """One contiguous stripe a rank; what does not divide goes to the low ranks, some may be empty.
-
-    A scalar is one row.
-    """
-    spec = spec if spec.shape else dataclasses.replace(spec, shape=(1,))
-    height, unit = spec.shape[0], codec.stripe_rows(spec)
-    units = -(-height // unit)
-    cuts = [min(height, unit * (units // world * p + min(p, units % world))) for p in range(world + 1)]
-    return [Stripe(a, b, spec.row_slice(a, b)) for a, b in pairwise(cuts)]
+    """One contiguous stripe a rank; see :func:`commlib.exchange.item.cut`."""
+    return cut(spec, world, codec.stripe_rows(spec))
 
 
 def refuse(codec: Compressor, spec: LayerSpec) -> str | None:
@@ -58,8 +50,8 @@ def owned(codec: Compressor, spec: LayerSpec, world: World) -> Stripe | None:
 def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
     """Scatter stripes, sum and re-encode one's own, gather them all; the owner too uses what the others decode."""
     device, arena = items[0].grad.device, items[0].arena
-    layers = tuple((i.codec, i.spec) for i in items)
-    cut, packings = arena.known((layers, world), lambda: _layout(layers, world.size))
+    layers = tuple((i.codec, i.spec, i.part) for i in items)
+    parts, packings = arena.known((layers, world), lambda: _layout(layers, world.size))
     mine = packings[world.rank]
     splits = [p.total for p in packings]
 
@@ -67,45 +59,63 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
     outgoing = [
         p.slices(send[a:b]) for p, (a, b) in zip(packings, pairwise(accumulate(splits, initial=0)), strict=True)
     ]
-    for i, (item, c) in enumerate(zip(items, cut, strict=True)):
+    for i, (item, part) in enumerate(zip(items, parts, strict=True)):
         with item.meter.phase("compress"):
-            grad = item.work_grad()
-            for p, s in enumerate(c):
+            for p, s in enumerate(part):
                 seed = item.seeds.of(item.codec, world.rank, f"stripe {p}")
                 memory = item.memory.rows(s.start, s.stop)
-                item.codec.compress(grad[s.start : s.stop], outgoing[p][i], memory=memory, seed=seed)
+                item.codec.compress(item.work_grad(s), outgoing[p][i], memory=memory, seed=seed)
     received = arena.bytes(world.size * mine.total, device)
     shares = [(item.meter, sum(p.lengths[i] for p in packings)) for i, item in enumerate(items)]
     yield [AllToAll(received, send, [mine.total] * world.size, splits, world.rank, shares)]
 
     incoming = mine.columns(received, world.size)
     reply = arena.bytes(max(splits), device)
-    for i, (item, c) in enumerate(zip(items, cut, strict=True)):
-        mean = _mean_of_stripe(item, c[world.rank], incoming[i], world)
+    for i, (item, part) in enumerate(zip(items, parts, strict=True)):
+        mean = _mean_of_stripe(item, part[world.rank], incoming[i], world)
         with item.meter.phase("compress"):
             seed = item.seeds.of(item.codec, world.rank, f"owner {world.rank}")
-            item.codec.compress(mean, mine.slices(reply)[i], memory=item.owner, seed=seed)
+            memory = _owners(item, part[world.rank], world)
+            item.codec.compress(mean, mine.slices(reply)[i], memory=memory, seed=seed)
     gathered = arena.bytes(world.size * len(reply), device)
     yield [AllGather(gathered, reply, [(item.meter, n) for item, n in zip(items, mine.lengths, strict=True)])]
 
     replies = [p.slices(row) for p, row in zip(packings, rows(gathered, world.size), strict=True)]
-    for i, (item, c) in enumerate(zip(items, cut, strict=True)):
+    for i, (item, part) in enumerate(zip(items, parts, strict=True)):
         with item.meter.phase("decompress"):
-            out = item.work_out()
-            for p, s in enumerate(c):
-                seed = item.seeds.of(item.codec, p, f"owner {p}")
-                item.codec.decompress(replies[p][i], out[s.start : s.stop], seed=seed)
-            item.finish(out)
+            for p, s in enumerate(part):
+                out = item.work_out(s)
+                item.codec.decompress(replies[p][i], out, seed=item.seeds.of(item.codec, p, f"owner {p}"))
+                item.finish(out, s)
 
 
-def _layout(layers: Sequence[tuple[Compressor, LayerSpec]], world: int) -> tuple[list[list[Stripe]], list[Packing]]:
-    """The stripes of every layer; and for every rank the payloads, one a layer, of the stripes that it owns."""
-    cut = [stripes(codec, spec, world) for codec, spec in layers]
+_Layer = tuple[Compressor, LayerSpec, Part]
+
+
+def _layout(layers: Sequence[_Layer], world: int) -> tuple[list[list[Stripe]], list[Packing]]:
+    """What travels of every layer's stripes; and for every rank the payloads, one a layer, of what it owns of that."""
+    parts = [[_part(codec, stripe, which) for stripe in stripes(codec, spec, world)] for codec, spec, which in layers]
     owners = [
-        [codec.nbytes(stripe.spec) for (codec, _), stripe in zip(layers, own, strict=True)]
-        for own in zip(*cut, strict=True)
+        [codec.nbytes(stripe.spec) for (codec, *_), stripe in zip(layers, own, strict=True)]
+        for own in zip(*parts, strict=True)
     ]
-    return cut, [Packing(lengths) for lengths in owners]
+    return parts, [Packing(lengths) for lengths in owners]
+
+
+def _part(codec: Compressor, stripe: Stripe, which: Part) -> Stripe:
+    """A part of a layer has its part of every stripe: so every rank owns some of it, and stripes stay what they are."""
+    if which == WHOLE:
+        return stripe
+    part = cut(stripe.spec, which.count, codec.part_rows(stripe.spec) or 1)[which.index]
+    return Stripe(stripe.start + part.start, stripe.start + part.stop, part.spec)
+
+
+def _owners(item: Item, part: Stripe, world: World) -> Memory:
+    """The owner's slots for what travels of its stripe."""
+    if item.part == WHOLE:
+        return item.owner
+    first = stripes(item.codec, item.spec, world.size)[world.rank].start
+    return item.owner.rows(part.start - first, part.stop - first)
 
 
 def _mean_of_stripe(item: Item, stripe: Stripe, payloads: Tensor, world: World) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from commlib.bench.exchange.pairs import Pair, choose
 from commlib.collective import Rounds
-from commlib.exchange import BY_ROWS
+from commlib.exchange import BY_ROWS, parts
 from commlib.exchange.arena import Arena
 from commlib.exchange.item import World
 from commlib.hierarchy import Hierarchy
@@ -101,7 +101,8 @@ class Rank:
         self.sorter = Sorter(specs, World(rank, size), levels, self.store, self.steps, dense_steps=0, seed=0)
 
     def rounds(self) -> Rounds:
-        yield from self.sorter.rounds(self.bucket, list(SHAPES), self.plan, None)
+        for trip in self.sorter.rounds(self.bucket, list(SHAPES), self.plan, None):
+            yield from trip
         self.steps.check(self.bucket.buffer())
 
 
@@ -151,6 +152,13 @@ def test_a_later_step_makes_none(pair: Pair, dtype: torch.dtype) -> None:
         assert sizes == []
     elif pair != Pair("blocks", "gather"):  # which is not the exchange it is made for
         assert max(sizes) < LARGEST
+
+
+@pytest.mark.parametrize("rule", ["onebit@scatter_gather", "int8:block=10@gather", "fp16@dense"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_parts_of_a_layer_make_none(rule: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "SIZE", 20_000)
+    assert made(rule, dtype, 4) == []
 
 
 def test_two_levels_make_none_of_their_own() -> None:

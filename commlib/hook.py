@@ -251,8 +251,7 @@ class HookState:
         else:
             unsorted = bucket, names, self._plan, self._factors
             *parts, last = self._sorter.rounds(*unsorted) if plain is None else [plain.rounds(buffer, self.world)]
-            trips = [*parts, self._checked(last, buffer)]
-            *_, future = [self._sequencer.submit(label, rounds, buffer) for rounds in trips]
+            *_, future = [self._sequencer.submit(label, trip, buffer) for trip in (*parts, self._checked(last, buffer))]
         self._steps.submitted(future, last=bucket.is_last())
         if bucket.is_last() and self._factors is not None:
             self._factors.end_step()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from commlib.compressor import LayerSpec, LowRank, Memory, Slot
 from commlib.compressors.kernels.random import hash32
@@ -81,8 +84,7 @@ class PowerSGD(LowRank):
         """
         p = torch.nan_to_num(p, nan=0.0, posinf=0.0, neginf=0.0)
         absmax = p.abs().amax(0, keepdim=True)
-        spare = hash32(p.numel(), 0, p.device).to(p.dtype).view_as(p) / 2**31 - 1
-        full = torch.where(absmax > 0, p / torch.where(absmax > 0, absmax, 1.0), spare)
+        full = torch.where(absmax > 0, p / torch.where(absmax > 0, absmax, 1.0), _spare(tuple(p.shape), p.device))
         basis: Tensor = torch.linalg.qr(full).Q
         return basis
 
@@ -94,3 +96,15 @@ class PowerSGD(LowRank):
         if q.numel():
             size = power_of_two(q.abs().amax())
             torch.div(q, torch.where(size > 0, size, 1.0), out=out)
+
+
+def _spare(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Columns in place of those that are zero: fixed numbers in [−1, 1)."""
+    return (_draw if is_in_torch_dispatch_mode() else _drawn)(shape, device)  # a mode's tensors may be of its own kind
+
+
+def _draw(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return hash32(math.prod(shape), 0, device).to(torch.float32).view(shape) / 2**31 - 1
+
+
+_drawn = functools.lru_cache(maxsize=1024)(_draw)  # a layer asks for the same in every step

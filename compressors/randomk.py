@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from commlib.compressor import Compressor, LayerSpec, Memory
-from commlib.compressors.kernels.places import strata
+from commlib.compressors.kernels import choice
+from commlib.compressors.kernels.choice import kernels
 from commlib.compressors.sparse import check_ratio, kept
+from commlib.scratch import scratch
 
 _FORMATS = {"fp32": torch.float32, "fp16": torch.float16}
 
@@ -52,10 +54,12 @@ class RandomK(Compressor):
         n = x.numel()
         if n:
             flat = x.view(-1)
-            places, _ = strata(n, kept(self.ratio, n), seed, x.device)
+            places, _ = kernels(x).strata(n, kept(self.ratio, n), seed, x.device)
             low, high = torch.aminmax(flat)
             poison = low * 0 + high * 0  # NaN if any value, sent or not, is not finite
-            payload.view(_FORMATS[self.values]).copy_(flat[places] + poison)
+            values = scratch("randomk", places.shape, x.dtype, x.device)
+            torch.index_select(flat, 0, places, out=values)
+            payload.view(_FORMATS[self.values]).copy_(values.add_(poison))
 
     def decode(self, payload: Tensor, out: Tensor, *, add: bool, scale: float, seed: int) -> None:
         flat = out.view(-1)
@@ -63,9 +67,13 @@ class RandomK(Compressor):
         if not add:
             flat.zero_()
         if n:
-            places, sizes = strata(n, kept(self.ratio, n), seed, out.device)
-            values = payload.view(_FORMATS[self.values]).to(out.dtype)
-            flat.index_add_(0, places, values * sizes if self.scaled else values, alpha=scale)
+            places, sizes = kernels(out).strata(n, kept(self.ratio, n), seed, out.device)
+            values = scratch("randomk", places.shape, out.dtype, out.device)
+            values.copy_(payload.view(_FORMATS[self.values]))
+            flat.index_add_(0, places, values.mul_(sizes) if self.scaled else values, alpha=scale)
+
+    def kernels(self, like: Tensor) -> str:
+        return choice.kernels(like).name
 
     def contraction(self, spec: LayerSpec) -> float | None:
         if self.scaled or self.values != "fp32":

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from commlib.exchange.arena import Arena
 from commlib.exchange.item import Item, Part
 
-SIZE = 16 << 20
-"""Bytes of gradient in a part, about (docs/performance.md has the figures)."""
+SIZE = 32 << 20
+"""Bytes of gradient in a part, about (docs/adr/0014-parts.md has the figures)."""
 
 _CUT = ("dense", "gather", "scatter_gather")
 """Exchanges that heed an item's part."""

@@ -52,6 +52,7 @@ class Kernels(Protocol):
     def largest_moved(
         self, g: Tensor, k: int, m: float, old: Tensor, u: Tensor, carry: Carry, *, nesterov: bool
     ) -> tuple[Tensor, Tensor]: ...
+    def strata(self, n: int, k: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]: ...
 
 
 def kernels(like: Tensor) -> Kernels:

@@ -11,10 +11,21 @@ import numpy as np
 
 from commlib.compressors.kernels import vector
 from commlib.compressors.kernels.jit import Floats, Places, Scalar, Words, jit
-from commlib.compressors.kernels.levels import MAGNITUDE
+from commlib.compressors.kernels.levels import MAGNITUDE, hash32
 from commlib.compressors.kernels.signs import BLOCK, add
 
 SAMPLE = 32768
+
+
+@jit
+def strata(n: int, low: np.uint32, high: np.uint32, places: Places, sizes: Places) -> None:
+    """One index of each of len(places) strata of n values, and how many values a stratum has."""
+    k, first = len(places), 0
+    for j in range(k):
+        end = (j + 1) * n // k
+        sizes[j] = end - first
+        places[j] = first + (np.int64(hash32(j, low, high)) * (end - first) >> 32)
+        first = end
 
 
 @jit

@@ -24,14 +24,19 @@ CHUNK = 8 * 5 * 64  # values at a time: whole bytes of fields of any width, and 
 
 
 @jit
-def uniform(i: int, low: np.uint32, high: np.uint32) -> Scalar:
-    """The i-th of the numbers that ``random.uniform`` draws with this key."""
+def hash32(i: int, low: np.uint32, high: np.uint32) -> Scalar:
+    """The i-th of the numbers of ``random.hash32`` with this key."""
     x = np.uint32(np.uint32(i) + low)
     x = np.uint32(np.uint32(np.uint32(x ^ (x >> np.uint32(16))) * np.uint32(0x45D9F3B)) ^ high)
     x = np.uint32(np.uint32(np.uint32(x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)) ^ high)
     x = np.uint32(np.uint32(np.uint32(x ^ (x >> np.uint32(16))) * np.uint32(0x45D9F3B)) ^ high)
-    x = np.uint32(x ^ (x >> np.uint32(16)))
-    return np.float32(np.int32(x >> np.uint32(8))) * UNIT
+    return np.uint32(x ^ (x >> np.uint32(16)))
+
+
+@jit
+def uniform(i: int, low: np.uint32, high: np.uint32) -> Scalar:
+    """The i-th of the numbers that ``random.uniform`` draws with this key."""
+    return np.float32(np.int32(hash32(i, low, high) >> np.uint32(8))) * UNIT
 
 
 @jit

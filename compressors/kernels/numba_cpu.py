@@ -18,6 +18,7 @@ from commlib.compressors.kernels import levels as _levels
 from commlib.compressors.kernels.bits import fields_nbytes, low_bits
 from commlib.compressors.kernels.jit import Bytes, Floats, Places, Words
 from commlib.compressors.kernels.random import key
+from commlib.scratch import scratch
 from commlib.slots import Carry
 
 name = "numba"
@@ -150,6 +151,13 @@ def largest_moved(
     places, values = _room(room)
     count = _largest.moved_candidates(gs, factor, olds, us, nesterov, residual, v, guess, places, values)
     return _exactly(v, k, places[: max(0, count)], values)
+
+
+def strata(n: int, k: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """See ``reference``; good until this thread asks again."""
+    both = scratch("strata", (2, k), torch.int64, device)
+    _largest.strata(n, *_words(seed), *both.numpy())
+    return both[0], both[1]
 
 
 class _Scratch(threading.local):

@@ -19,14 +19,14 @@ from torch import Tensor
 from commlib.compressor import store
 from commlib.compressors.kernels import bits
 from commlib.compressors.kernels.bits import pack_bits, unpack_bits
-from commlib.compressors.kernels.places import largest, largest_moved, places_decode, places_encode
+from commlib.compressors.kernels.places import largest, largest_moved, places_decode, places_encode, strata
 from commlib.compressors.kernels.random import uniform
 from commlib.slots import Carry
 
 __all__ = [
     "cast_decode", "cast_encode", "fold", "inverse", "largest", "largest_moved", "levels_decode", "linear_encode",
     "name", "natural_decode", "natural_encode", "norm_encode", "places_decode", "places_encode", "power_of_two",
-    "sign_decode", "sign_encode", "ternary_decode", "ternary_encode", "two_means_decode", "two_means_encode",
+    "sign_decode", "sign_encode", "strata", "ternary_decode", "ternary_encode", "two_means_decode", "two_means_encode",
 ]  # fmt: skip
 
 name = "reference"

@@ -15,13 +15,13 @@ from commlib.compressors.kernels import gpu_formats, gpu_levels, gpu_signs, gpu_
 from commlib.compressors.kernels.gpu_jit import interpreted, launch
 from commlib.compressors.kernels.gpu_tiles import BLOCK, MOST, cut, packing
 from commlib.compressors.kernels.random import key
-from commlib.compressors.kernels.reference import inverse, largest, largest_moved, places_decode, places_encode
+from commlib.compressors.kernels.reference import inverse, largest, largest_moved, places_decode, places_encode, strata
 from commlib.slots import Carry
 
 __all__ = [
     "cast_decode", "cast_encode", "interpreted", "largest", "largest_moved", "levels_decode", "linear_encode", "name",
     "natural_decode", "natural_encode", "norm_encode", "places_decode", "places_encode", "sign_decode", "sign_encode",
-    "ternary_decode", "ternary_encode", "two_means_decode", "two_means_encode",
+    "strata", "ternary_decode", "ternary_encode", "two_means_decode", "two_means_encode",
 ]  # fmt: skip
 
 name = "triton"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -103,6 +104,30 @@ def test_nothing_waits_for_the_device_or_depends_on_data_for_its_shape(spec: str
         codec.compress(x, payload, memory=Memory(slots, slots), seed=1)
         codec.decompress(payload, x, seed=1)
         codec.decompress(payload, x, add=True, scale=0.5, seed=1)
+
+
+IN_PARTS = [s for s in ALL if plain(s).part_rows(LayerSpec("w", (64, 48))) is not None]
+
+
+def test_codecs_of_values_and_of_blocks_can_be_cut() -> None:
+    names = {s.partition(":")[0] for s in IN_PARTS}
+    assert names == {"fp16", "bf16", "onebit", "int8", "int4", "qsgd", "ternary"}
+
+
+@pytest.mark.parametrize("spec", [s for s in IN_PARTS if not plain(s).random])
+@settings(max_examples=20)
+@given(x=tensors(largest=1e15), count=st.integers(2, 5), data=st.data())
+def test_a_layer_cut_where_it_may_be_decodes_as_in_one_piece(
+    spec: str, x: torch.Tensor, count: int, data: st.DataObject
+) -> None:
+    codec, layer = registry.make(spec), LayerSpec.of(x)
+    rows = codec.part_rows(layer)
+    assert rows is not None
+    if x.dim():
+        cuts = sorted(data.draw(st.lists(st.integers(0, 12), min_size=count, max_size=count)))
+        ends = [0, *(min(len(x), rows * c) for c in cuts), len(x)]
+        parts = [roundtrip(codec, x[a:b].contiguous()) for a, b in itertools.pairwise(ends)]
+        assert torch.equal(torch.cat(parts), roundtrip(codec, x))
 
 
 @pytest.mark.parametrize("spec", [s for s in ALL if plain(s).takes_feedback])

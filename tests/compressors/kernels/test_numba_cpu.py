@@ -69,6 +69,13 @@ def test_places_are_within_the_layer_whatever_the_bytes_are(data: bytes, k: int)
     assert 0 <= places.min() <= places.max() < 100
 
 
+@given(n=st.integers(1, 2**31), k=st.integers(1, 300), seed=st.integers(0, 2**64 - 1))
+def test_draws_the_places_that_the_reference_draws(n: int, k: int, seed: int) -> None:
+    k, cpu = min(n, k), torch.device("cpu")
+    drawn = zip(COMPILED.strata(n, k, seed, cpu), PLAIN.strata(n, k, seed, cpu), strict=True)
+    assert all(torch.equal(a, b) for a, b in drawn)
+
+
 def test_takes_the_largest_of_what_a_sample_says_little_about() -> None:
     """All but a few values are equal, or all large ones lie where no sample is taken: the guess is wrong."""
     n = 1 << 20

@@ -47,7 +47,7 @@ bench: $(READY)  ## measure link, codecs, exchanges and training on emulated hos
 WHEEL_TESTS := $(patsubst %,tests/commlib/test_%.py,cli doctor exports plan_file registry third_party) tests/bench/page tests/bench/plan
 
 wheel-test: $(READY)  ## build the wheel, and run fast tests against it, away from the checkout
-	@rm -rf $(WHEEL) build/lib
+	@rm -rf $(WHEEL) build/lib && mkdir -p $(WHEEL)
 	@echo "building the wheel"
 	@$(BIN)/python -m build --wheel --no-isolation --outdir $(WHEEL)/dist . > $(WHEEL).log 2>&1 || { cat $(WHEEL).log; exit 1; }
 	@$(BIN)/python -m venv $(WHEEL)/venv

@@ -58,6 +58,7 @@ class Sorter:
         self._nodes = world.size if levels is None else levels.inter.size
         self._dense_steps, self._seed = dense_steps, seed
         self._arenas: dict[tuple[str, int], Arena] = {}
+        self._parts: dict[tuple[str, int], Meter] = {}
 
     def plain(self, bucket: Any, plan: Plan) -> PlainBucket | None:
         """What is known of a bucket that need not be sorted: all of it goes as it is, and nothing is held back."""
@@ -82,7 +83,7 @@ class Sorter:
             return [self._lending(two_levels(routes, plan, self._world, self._levels), routes)]
         if list(routes) == ["dense"]:
             self._plain.note(bucket, plan, routes["dense"])
-        trips = in_parts(routes, self._arena)
+        trips = in_parts(routes, self._own)
         whole = bucket.buffer() if len(routes) == len(trips) == 1 else None
         return [self._lending(self._exchange(trip, whole), trip) for trip in trips]
 
@@ -105,6 +106,13 @@ class Sorter:
         yield from rounds
         for item in (i for items in routes.values() for i in items):
             self._arenas[item.spec.name, item.part.index] = item.arena
+
+    def _own(self, layer: str, part: int) -> tuple[Arena, Meter]:
+        """Of a part, for good: threads may be at work on several parts of a layer, and a meter is one thread's."""
+        if (layer, part) not in self._parts:
+            whole = self.meters[layer]
+            self._parts[layer, part] = Meter.of_all(whole.device, [(whole, 1)])
+        return self._arena(layer, part), self._parts[layer, part]
 
     def _arena(self, layer: str, part: int) -> Arena:
         arena = self._arenas.pop((layer, part), None) or Arena()

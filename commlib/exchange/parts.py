@@ -6,7 +6,8 @@ on every rank and in every run, and no measured number decides what bits a model
 
 Parts are exchanges like any other, submitted in order, and :mod:`commlib.exchange.sequencer` has the argument. All that
 is not cut goes with the last parts: no exchange before that has more rounds, and each lane keeps the order, so when the
-last is through, all are.
+last is through, all are. Several threads may be at work on parts of one layer, each on its own: they write other rows
+of gradient and slots, and each part has its own arena and meter.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from commlib.exchange.arena import Arena
 from commlib.exchange.item import Item, Part
+from commlib.stats import Meter
 
 SIZE = 32 << 20
 """Bytes of gradient in a part, about (docs/adr/0014-parts.md has the figures)."""
@@ -26,16 +28,18 @@ _CUT = ("dense", "gather", "scatter_gather")
 Routes = Mapping[str, Sequence[Item]]
 
 
-def in_parts(routes: Routes, arena: Callable[[str, int], Arena]) -> list[Routes]:
+Own = Callable[[str, int], tuple[Arena, Meter]]
+"""Of a layer's part: what it has for itself."""
+
+
+def in_parts(routes: Routes, own: Own) -> list[Routes]:
     """A bucket's items by exchange as what travels one after another: a list of one, if none of them is large.
 
     Args:
         routes: exchange → its items, uncut.
-        arena: for a layer's part of an index above 0.
+        own: asked for parts of an index above 0; the first has the layer's.
     """
-    cut = {
-        exchange: [_split(item, count(exchange, item), arena) for item in items] for exchange, items in routes.items()
-    }
+    cut = {exchange: [_split(item, count(exchange, item), own) for item in items] for exchange, items in routes.items()}
     trips = max(len(parts) for items in cut.values() for parts in items)
     return [_trip(cut, trips - i) for i in range(trips)]
 
@@ -48,16 +52,16 @@ def count(exchange: str, item: Item) -> int:
     return 1 if rows is None else max(1, min(item.grad.nbytes // SIZE, item.spec.shape[0] // rows))
 
 
-def _split(item: Item, parts: int, arena: Callable[[str, int], Arena]) -> list[Item]:
+def _split(item: Item, parts: int, own: Own) -> list[Item]:
     if parts == 1:
         return [item]
-    own = [item.arena, *(arena(item.spec.name, i) for i in range(1, parts))]
-    return [_part(item, Part(i, parts), own[i]) for i in range(parts)]
+    first = item.arena, item.meter
+    return [_part(item, Part(i, parts), *(own(item.spec.name, i) if i else first)) for i in range(parts)]
 
 
-def _part(item: Item, which: Part, arena: Arena) -> Item:
+def _part(item: Item, which: Part, arena: Arena, meter: Meter) -> Item:
     seeds = dataclasses.replace(item.seeds, layer=f"{item.seeds.layer}/part {which.index}")
-    return dataclasses.replace(item, part=which, arena=arena, seeds=seeds)
+    return dataclasses.replace(item, part=which, arena=arena, meter=meter, seeds=seeds)
 
 
 def _trip(cut: Mapping[str, Sequence[Sequence[Item]]], left: int) -> Routes:

@@ -41,6 +41,10 @@ def item(route: Route, grad: Tensor, store: MemoryStore, world: World, step: int
     return Item(spec, route.codec, grad, memory, Seeds(0, step, "layer"), Meter(grad.device), owner)
 
 
+def own(layer: str, part: int) -> tuple[Arena, Meter]:
+    return Arena(), Meter(torch.device("cpu"))
+
+
 def staggered(trips: list[Rounds]) -> Rounds:
     """As lanes may take them: a part's next round behind the first one of the part after it."""
     waiting, live = list(trips), list[Rounds]()
@@ -59,12 +63,12 @@ def train(route: Route, grads: list[list[Tensor]]) -> tuple[list[list[Tensor]], 
     """Per step and rank what comes of ``grads``, and what every rank remembers in the end."""
     size = len(grads[0])
     stores, results = [MemoryStore() for _ in range(size)], []
-    for step, own in enumerate(grads):
-        found = [g.clone() for g in own]
+    for step, some in enumerate(grads):
+        found = [g.clone() for g in some]
         ranks = []
         for rank, (grad, store) in enumerate(zip(found, stores, strict=True)):
             it = item(route, grad, store, World(rank, size), step)
-            trips = parts.in_parts({route.exchange: [it]}, lambda layer, i: Arena())
+            trips = parts.in_parts({route.exchange: [it]}, own)
             rounds = [EXCHANGES[x].rounds(y, World(rank, size), None) for trip in trips for x, y in trip.items()]
             ranks.append(staggered(rounds))
         run(ranks)
@@ -134,7 +138,7 @@ def test_parts_cover_a_layer_once_and_every_stripe_of_it(
     c, spec = make(codec), LayerSpec("x", (rows, columns))
     grad, store = torch.zeros(rows, columns), MemoryStore()
     whole = item(Route("gather", c), grad, store, World(0, world), 0)
-    covered = [parts._part(whole, Part(i, count), Arena()).alone().grad.shape[0] for i in range(count)]
+    covered = [parts._part(whole, Part(i, count), *own("x", i)).alone().grad.shape[0] for i in range(count)]
     assert sum(covered) == rows
     for stripe in stripes(c, spec, world):
         cuts = [_part(c, stripe, Part(i, count)) for i in range(count)]
@@ -170,13 +174,13 @@ def test_what_is_not_cut_goes_with_the_last_parts_and_no_exchange_before_that_ha
     large, longer = one("onebit@gather", 4096), one("int8@scatter_gather", 6144)
     small, plain = one("onebit@scatter_gather", 256), one("none@dense", 9216)
     with small_parts(SIZE):
-        trips = parts.in_parts(
-            {"gather": [large], "scatter_gather": [longer, small], "dense": [plain]}, lambda layer, i: Arena()
-        )
+        trips = parts.in_parts({"gather": [large], "scatter_gather": [longer, small], "dense": [plain]}, own)
     shown = [{x: [(i.spec.numel, i.part.index) for i in items] for x, items in trip.items()} for trip in trips]
     assert shown[0] == {"scatter_gather": [(6144, 0)]}
     assert shown[-1] == {"gather": [(4096, 7)], "scatter_gather": [(6144, 11), (256, 0)], "dense": [(9216, 0)]}
     assert len(shown) == 12
+    met = [i.meter for trip in trips for items in trip.values() for i in items]
+    assert len({id(meter) for meter in met}) == len(met) == 8 + 12 + 2
     rounds = [max(EXCHANGES[x].ROUNDS for x in trip) for trip in trips]
     assert rounds[-1] == max(rounds)
 
@@ -187,7 +191,7 @@ def test_every_rank_owns_some_of_every_part() -> None:
     with small_parts(8 * SIZE):
         for rank, grad in enumerate(grads):
             it = item(route, grad, MemoryStore(), World(rank, 3), 0)
-            for trip in parts.in_parts({"scatter_gather": [it]}, lambda layer, i: Arena()):
+            for trip in parts.in_parts({"scatter_gather": [it]}, own):
                 (call,) = next(EXCHANGES["scatter_gather"].rounds(trip["scatter_gather"], World(rank, 3), None))
                 assert isinstance(call, AllToAll)
                 sent.append(call.splits)
@@ -205,6 +209,8 @@ def real(world: World, rule: Any, steps: int) -> tuple[bool, bool, bool]:
         trainer = Trainer(world, rule, cap=0.001)
         trainer.train(steps)
         state = trainer.comm.state_dict()["ranks"][str(world.rank)]
+        stats = trainer.comm.stats()
+        assert abs(sum(layer.wire_bytes for layer in stats.layers.values()) - stats.wire_bytes) <= len(stats.layers)
         trainer.close()
         return trainer.weights(), state
 

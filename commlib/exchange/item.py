@@ -59,6 +59,10 @@ class Part:
     index: int = 0
     count: int = 1
 
+    def of(self, codec: Compressor, spec: LayerSpec) -> Stripe:
+        """Its rows, where the codec lets a layer be cut."""
+        return cut(spec, self.count, codec.part_rows(spec) or 1)[self.index]
+
 
 WHOLE = Part()
 
@@ -112,7 +116,7 @@ class Item:
         """Its part as a layer of its own: consecutive rows."""
         if self.part == WHOLE:
             return self
-        rows = cut(self.spec, self.part.count, self.codec.part_rows(self.spec) or 1)[self.part.index]
+        rows = self.part.of(self.codec, self.spec)
         memory = self.memory.rows(rows.start, rows.stop)
         return dataclasses.replace(self, spec=rows.spec, grad=self.rows(rows), memory=memory, part=WHOLE)
 

@@ -106,7 +106,7 @@ def _part(codec: Compressor, stripe: Stripe, which: Part) -> Stripe:
     """A part of a layer has its part of every stripe: so every rank owns some of it, and stripes stay what they are."""
     if which == WHOLE:
         return stripe
-    part = cut(stripe.spec, which.count, codec.part_rows(stripe.spec) or 1)[which.index]
+    part = which.of(codec, stripe.spec)
     return Stripe(stripe.start + part.start, stripe.start + part.stop, part.spec)
 
 

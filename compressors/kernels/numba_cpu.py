@@ -6,7 +6,6 @@ Any number of threads may run them at a time; they use one core each, and not th
 from __future__ import annotations
 
 import math
-import threading
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from commlib.slots import Carry
 
 name = "numba"
 _HALF = casts.has_half()
+_CPU = torch.device("cpu")
 
 
 def cast_encode(x: Tensor, payload: Tensor, wire: torch.dtype, carry: Carry | None = None) -> None:
@@ -160,20 +160,10 @@ def strata(n: int, k: int, seed: int, device: torch.device) -> tuple[Tensor, Ten
     return both[0], both[1]
 
 
-class _Scratch(threading.local):
-    """Of one thread: memory that the system gives anew in every step would cost more than what is done with it."""
-
-    places, values = np.empty(0, np.int64), np.empty(0, np.float32)
-
-
-_scratch = _Scratch()
-
-
 def _room(n: int) -> tuple[Places, Floats]:
     """For n candidates, until this thread asks again."""
-    if len(_scratch.places) < n:
-        _scratch.places, _scratch.values = np.empty(n, np.int64), np.empty(n, np.float32)
-    return _scratch.places[:n], _scratch.values[:n]
+    places, values = (scratch("candidates", (n,), dtype, _CPU) for dtype in (torch.int64, torch.float32))
+    return places.numpy(), values.numpy()
 
 
 def _expected(n: int, k: int) -> tuple[int, Words, int]:

@@ -16,7 +16,7 @@ from commlib.collective import AllToAll, Rounds
 from commlib.exchange import EXCHANGES, parts
 from commlib.exchange.arena import Arena
 from commlib.exchange.item import Item, Part, Seeds, World
-from commlib.exchange.scatter_gather import stripes
+from commlib.exchange.scatter_gather import _part, stripes
 from commlib.layer import LayerSpec
 from commlib.memory import MemoryStore
 from commlib.registry import make
@@ -115,11 +115,11 @@ def test_bits_are_those_of_the_layer_in_one_piece(
 @pytest.mark.parametrize("rule", [f"{codec}@{x}" for codec in sorted(DRAWING) for x in ("gather", "scatter_gather")])
 def test_what_is_drawn_is_another_number_in_every_part_and_alike_on_all_ranks(rule: str) -> None:
     codec, _, exchange = rule.partition("@")
-    grads = [[torch.full((64, 64), 0.3).index_fill(1, torch.tensor([0]), 1.0) for _ in range(3)]]
-    with small_parts(SIZE):
+    grads = [[torch.full((128, 64), 0.3).index_fill(1, torch.tensor([0]), 1.0) for _ in range(2)]]
+    with small_parts(4096):  # eight parts: of 16 rows, or of 8 of each rank's stripe
         ((first, *others),), _ = train(Route(exchange, make(codec)), grads)
     assert all(torch.equal(first, other) for other in others)
-    rows = first.view(8, -1)
+    rows = first.view(16, -1)
     assert not any(torch.equal(a, b) for i, a in enumerate(rows) for b in rows[:i])
 
 
@@ -133,8 +133,6 @@ def test_what_is_drawn_is_another_number_in_every_part_and_alike_on_all_ranks(ru
 def test_parts_cover_a_layer_once_and_every_stripe_of_it(
     codec: str, rows: int, columns: int, world: int, count: int
 ) -> None:
-    from commlib.exchange.scatter_gather import _part
-
     c, spec = make(codec), LayerSpec("x", (rows, columns))
     grad, store = torch.zeros(rows, columns), MemoryStore()
     whole = item(Route("gather", c), grad, store, World(0, world), 0)
@@ -208,6 +206,7 @@ def real(world: World, rule: Any, steps: int) -> tuple[bool, bool, bool]:
     def trained() -> tuple[Tensor, dict[str, Any]]:
         trainer = Trainer(world, rule, cap=0.001)
         trainer.train(steps)
+        assert bool(trainer.comm._sorter._parts) == (parts.SIZE == SIZE)
         state = trainer.comm.state_dict()["ranks"][str(world.rank)]
         stats = trainer.comm.stats()
         assert abs(sum(layer.wire_bytes for layer in stats.layers.values()) - stats.wire_bytes) <= len(stats.layers)

@@ -250,8 +250,8 @@ class LowRank(Compressor):
         """Columns of P and Q for this layer."""
 
     @abstractmethod
-    def orthogonalise(self, p: Tensor) -> Tensor:
-        """An orthonormal basis, shape (rows, rank), of ``p``'s columns; zero input gives a finite result."""
+    def orthogonalise(self, p: Tensor) -> None:
+        """Replaces ``p``, shape (rows, rank), by an orthonormal basis of its columns; zero input gives a finite one."""
 
     @abstractmethod
     def next_basis(self, q: Tensor, out: Tensor) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from commlib.compressor import LayerSpec, LowRank, Memory, Slot
+from commlib.compressors.kernels.choice import kernels
 from commlib.compressors.kernels.random import hash32
 from commlib.compressors.kernels.reference import power_of_two
 from commlib.thin import thin_product
@@ -59,34 +60,29 @@ class PowerSGD(LowRank):
     def encode(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
         if x.numel():
             m, n = LayerSpec.of(x).matrix
-            matrix = x.view(m, n)
-            r = self.rank_of(LayerSpec.of(x))
-            p, q = x.new_empty(m, r), x.new_empty(n, r)
-            thin_product(matrix, memory.old["basis"], p)
-            p = self.orthogonalise(p)
-            thin_product(matrix.T, p, q)
+            p, q = self._factors(payload, m, n)
+            thin_product(x.view(m, n), memory.old["basis"], p)
+            self.orthogonalise(p)
+            thin_product(x.view(m, n).T, p, q)
             self.next_basis(q, memory.new["basis"])
-            payload.view(torch.float32).copy_(torch.cat([p.reshape(-1), q.reshape(-1)]))
 
     def decode(self, payload: Tensor, out: Tensor, *, add: bool, scale: float, seed: int) -> None:
         if out.numel():
-            spec = LayerSpec.of(out)
-            m, n = spec.matrix
-            head = 4 * m * self.rank_of(spec)
-            p, q = payload[:head].view(torch.float32), payload[head:].view(torch.float32)
-            out.view(m, n).addmm_(p.view(m, -1), q.view(n, -1).T, beta=1.0 if add else 0.0, alpha=scale)
+            m, n = LayerSpec.of(out).matrix
+            p, q = self._factors(payload, m, n)
+            out.view(m, n).addmm_(p, q.T, beta=1.0 if add else 0.0, alpha=scale)
 
-    def orthogonalise(self, p: Tensor) -> Tensor:
-        """See :class:`LowRank`. A zero or non-finite column is replaced by a fixed one, so the basis stays full.
+    def _factors(self, payload: Tensor, m: int, n: int) -> tuple[Tensor, Tensor]:
+        r = min(self.rank, m, n)
+        return payload[: 4 * m * r].view(torch.float32).view(m, r), payload[4 * m * r :].view(torch.float32).view(n, r)
 
-        Without that a gradient once zero would leave a zero basis, from which no later one recovers.
-        Non-finite gradients are still seen: Q = MᵀP̂ has their NaN.
+    def orthogonalise(self, p: Tensor) -> None:
+        """See :class:`LowRank`. A column of zeros is replaced by a fixed one, so the basis stays full.
+
+        Without that a gradient once zero would leave a zero basis, from which no later one recovers. What is not finite
+        counts as zero, and is still seen: Q = MᵀP̂ has its NaN.
         """
-        p = torch.nan_to_num(p, nan=0.0, posinf=0.0, neginf=0.0)
-        absmax = p.abs().amax(0, keepdim=True)
-        full = torch.where(absmax > 0, p / torch.where(absmax > 0, absmax, 1.0), _spare(tuple(p.shape), p.device))
-        basis: Tensor = torch.linalg.qr(full).Q
-        return basis
+        kernels(p).orthonormal(p, _spare(tuple(p.shape), p.device))
 
     def next_basis(self, q: Tensor, out: Tensor) -> None:
         """See :class:`LowRank`. Q scaled to about 1, or the next M·basis would have M's unit squared.
@@ -94,7 +90,8 @@ class PowerSGD(LowRank):
         By a power of two, so that nothing rounds.
         """
         if q.numel():
-            size = power_of_two(q.abs().amax())
+            low, high = torch.aminmax(q)
+            size = power_of_two(torch.maximum(high, -low))
             torch.div(q, torch.where(size > 0, size, 1.0), out=out)
 
 

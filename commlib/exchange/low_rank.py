@@ -57,22 +57,20 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
     lefts.flat.div_(world.size)
     yield [AllReduce(lefts.flat, payers(items, [p.nbytes for p in lefts.views]))]
 
-    bases = []
     for item, codec, m, p, q in zip(items, codecs, matrices, lefts.views, rights.views, strict=True):
         with item.meter.phase("compress"):
-            basis = codec.orthogonalise(p)
-            bases.append(basis)
-            thin_product(m.T, basis, q)
+            codec.orthogonalise(p)
+            thin_product(m.T, p, q)
             if "residual" in item.memory.new:
-                m.addmm_(basis, q.T, alpha=-1.0)  # m *is* the new residual
+                m.addmm_(p, q.T, alpha=-1.0)  # m *is* the new residual
     rights.flat.div_(world.size)
     yield [AllReduce(rights.flat, payers(items, [q.nbytes for q in rights.views]))]
 
-    for item, codec, basis, q in zip(items, codecs, bases, rights.views, strict=True):
+    for item, codec, p, q in zip(items, codecs, lefts.views, rights.views, strict=True):
         with item.meter.phase("decompress"):
             codec.next_basis(q, item.memory.new["basis"])
             out = item.work_out()
-            torch.matmul(basis, q.T, out=out.view(item.spec.matrix))
+            torch.matmul(p, q.T, out=out.view(item.spec.matrix))
             item.finish(out)
 
 

@@ -123,7 +123,7 @@ def _less(past: bool) -> Any:
 sides, sides_joined = _sides(carried=False), _sides(carried=True)
 """(x, old, v, bits, sums) → how many of 1024 values x, or v = x + old, are ≥ 0: these get a bit, and ``sums[0]``.
 
-``sums[1]`` is the sum of the others, both as ``reference.fold`` has them. Float32, and 128 bytes.
+``sums[1]`` is the sum of the others, both as ``sums.fold`` has them. Float32, and 128 bytes.
 """
 less, less_past = _less(past=False), _less(past=True)
 """(float32 array, low, up, float32 array, index): 64 values less the mean of their side, into either array."""

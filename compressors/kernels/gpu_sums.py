@@ -1,4 +1,4 @@
-"""Kernels for statistics of blocks too large for one program: sums, in `reference.fold`'s order, and maxima."""
+"""Kernels for statistics of blocks too large for one program: sums, in `sums.fold`'s order, and maxima."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from commlib.compressors.kernels.gpu_jit import jit
 
 MOST = 2048  # values of a program
-BLOCK = 1024  # values that are summed before their sums are, as in `reference.fold`
+BLOCK = 1024  # values that are summed before their sums are, as in `sums.fold`
 
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INFINITE = tl.constexpr(0x7F800000)

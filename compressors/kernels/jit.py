@@ -18,6 +18,7 @@ _log = logging.getLogger("commlib")
 F = TypeVar("F", bound=Callable[..., Any])
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
+Doubles = np.ndarray[Any, np.dtype[np.float64]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Words = np.ndarray[Any, np.dtype[np.int32]]
 Places = np.ndarray[Any, np.dtype[np.int64]]

@@ -173,7 +173,7 @@ def _length(v: Floats, up: Scalar, down: Scalar, sums: Floats, half: Floats) -> 
     for b in range(blocks):
         part = v[b * BLOCK : min(len(v), (b + 1) * BLOCK)]
         _squares(part, up, down, half)
-        sums[b] = halved(half)
+        sums[b] = halved(half, HALF)
     return np.sqrt(folded(sums, blocks, half))
 
 

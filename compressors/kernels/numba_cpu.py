@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from commlib.compressors.kernels import casts, elias_fano, powers, reference, signs, vector
+from commlib.compressors.kernels import casts, elias_fano, powers, reference, reflections, signs, vector
 from commlib.compressors.kernels import largest as _largest
 from commlib.compressors.kernels import levels as _levels
 from commlib.compressors.kernels.bits import fields_nbytes, low_bits
@@ -151,6 +151,18 @@ def largest_moved(
     places, values = _room(room)
     count = _largest.moved_candidates(gs, factor, olds, us, nesterov, residual, v, guess, places, values)
     return _exactly(v, k, places[: max(0, count)], values)
+
+
+def orthonormal(p: Tensor, spare: Tensor) -> None:
+    """See ``reference``."""
+    m, r = p.shape
+    room = (scratch(what, shape, torch.float64, _CPU).numpy() for what, shape in _panel(m, r))
+    reflections.orthonormal(p.numpy(), spare.numpy(), *room)
+
+
+def _panel(m: int, r: int) -> list[tuple[str, tuple[int, ...]]]:
+    """What it holds meanwhile."""
+    return [("panel", (r, m)), ("scales", (r,)), ("sums", (-(-m // signs.BLOCK),)), ("half", (signs.HALF,))]
 
 
 def strata(n: int, k: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:

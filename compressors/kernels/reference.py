@@ -13,50 +13,25 @@ takes the payloads of several ranks, shape (P, bytes), and adds them in order of
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from commlib.compressor import store
 from commlib.compressors.kernels import bits
 from commlib.compressors.kernels.bits import pack_bits, unpack_bits
+from commlib.compressors.kernels.orthonormal import orthonormal
 from commlib.compressors.kernels.places import largest, largest_moved, places_decode, places_encode, strata
 from commlib.compressors.kernels.random import uniform
+from commlib.compressors.kernels.sums import blocks, fold
 from commlib.slots import Carry
 
 __all__ = [
-    "cast_decode", "cast_encode", "fold", "inverse", "largest", "largest_moved", "levels_decode", "linear_encode",
-    "name", "natural_decode", "natural_encode", "norm_encode", "places_decode", "places_encode", "power_of_two",
-    "sign_decode", "sign_encode", "strata", "ternary_decode", "ternary_encode", "two_means_decode", "two_means_encode",
+    "cast_decode", "cast_encode", "inverse", "largest", "largest_moved", "levels_decode", "linear_encode",
+    "name", "natural_decode", "natural_encode", "norm_encode", "orthonormal", "places_decode", "places_encode",
+    "power_of_two", "sign_decode", "sign_encode", "strata", "ternary_decode", "ternary_encode", "two_means_decode",
+    "two_means_encode",
 ]  # fmt: skip
 
 name = "reference"
-
-# -- blocks and sums ----------------------------------------------------------------------------
-
-BLOCK = 1024
-
-
-def blocks(x: Tensor, size: int, fill: float = 0.0) -> Tensor:
-    """A flat tensor as rows of ``size`` values, shape (⌈n/size⌉, size); a copy only if the last row is short."""
-    pad = -x.numel() % size
-    return (F.pad(x, (0, pad), value=fill) if pad else x).view(-1, size)
-
-
-def fold(grid: Tensor) -> Tensor:
-    """Sums of rows, shape (rows, width) → (rows,).
-
-    1024 values are filled up with zeros and halved, the first half plus the second, until one is left; sums likewise.
-    A sum of zeros is +0, whatever their signs.
-    """
-    count = 0
-    while count != 1:
-        count = max(1, -(-grid.shape[1] // BLOCK))
-        parts = F.pad(grid, (0, count * BLOCK - grid.shape[1])).view(-1, count, BLOCK)
-        while parts.shape[2] > 1:
-            half = parts.shape[2] // 2
-            parts = parts[:, :, :half] + parts[:, :, half:]
-        grid = parts[:, :, 0]
-    return grid[:, 0] + 0.0
 
 
 def _round_at_random(y: Tensor, seed: int) -> Tensor:

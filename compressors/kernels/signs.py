@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from commlib.compressors.kernels import block, vector
-from commlib.compressors.kernels.jit import Bytes, Floats, Scalar, jit
+from commlib.compressors.kernels.jit import Bytes, Doubles, Floats, Scalar, jit
 
-# 1024 values are halved, the first half plus the second, until one is left, and the sums likewise: as `reference.fold`
+# 1024 values are halved, the first half plus the second, until one is left, and the sums likewise: as `sums.fold`
 # does with whole tensors. IEEE additions in a fixed order have one result.
 BLOCK, HALF = block.BLOCK, block.BLOCK // 2
 CHUNK = 4096  # values that stay in the first cache while several ranks' payloads are added to them
@@ -17,18 +17,26 @@ ZERO = np.float32(0)
 
 
 @jit
-def halved(half: Floats) -> Scalar:
-    """The sum of 512 values, which are overwritten."""
-    width = HALF // 2
-    while width:
+def halved(half: Floats | Doubles, width: int) -> Scalar:
+    """The sum of the first ``width`` values, a power of two; they are overwritten."""
+    while width > 1:
+        width //= 2
         for i in range(width):
             half[i] += half[i + width]
-        width //= 2
     return half[0]
 
 
 @jit
-def folded(a: Floats, n: int, half: Floats) -> Scalar:
+def enough(n: int) -> Scalar:
+    """Half of 1024 values, or a smaller power of two, if all that follow the first n ≥ 1 in it are zeros."""
+    width = HALF
+    while width > 1 and width >= n:
+        width //= 2
+    return width
+
+
+@jit
+def folded(a: Floats | Doubles, n: int, half: Floats | Doubles) -> Scalar:
     """The sum of ``a[:n]``, n ≥ 1, which is overwritten."""
     while n > 1:
         blocks = (n + BLOCK - 1) // BLOCK
@@ -39,20 +47,14 @@ def folded(a: Floats, n: int, half: Floats) -> Scalar:
 
 
 @jit
-def _folded_block(part: Floats, half: Floats) -> Scalar:
+def _folded_block(part: Floats | Doubles, half: Floats | Doubles) -> Scalar:
     """The sum of 1 to 1024 values, as if zeros followed: to add several of them is to add one."""
-    width = HALF
-    while width > 1 and width >= len(part):
-        width //= 2
+    width = enough(len(part))
     for i in range(width):
         low = part[i] if i < len(part) else ZERO
         high = part[i + width] if i + width < len(part) else ZERO
         half[i] = (low + ZERO) + (high + ZERO)  # of -0 and 0 the sum is 0
-    while width > 1:
-        width //= 2
-        for i in range(width):
-            half[i] += half[i + width]
-    return half[0]
+    return halved(half, width)
 
 
 @jit
@@ -146,7 +148,7 @@ def two_means_encode(
             if carried:
                 add(x[first:last], old[first:last], part)
             _sides(part, up, low)
-            ups[b], lows[b] = halved(up), halved(low)
+            ups[b], lows[b] = halved(up, HALF), halved(low, HALF)
             ones += _pack(whole, start, first, last, bits)
         mean_low = folded(lows, blocks, low) / np.float32(max(1, end - start - ones))
         mean_up = folded(ups, blocks, up) / np.float32(max(1, ones))
@@ -220,7 +222,7 @@ def sign_encode(x: Floats, old: Floats, v: Floats, carried: bool, mean: Floats, 
         if carried:
             add(x[first:last], old[first:last], v[first:last])
         _sizes(v[first:last], half)
-        sums[b] = halved(half)
+        sums[b] = halved(half, HALF)
         _pack(v, 0, first, last, bits)
     size = folded(sums, blocks, half) / np.float32(n)
     mean[0] = size

@@ -1,8 +1,8 @@
 """The codecs' loops for CUDA tensors, compiled by Triton. Each function is the one of ``reference`` with its name.
 
-It equals that to the last bit. Nothing synchronises with the host, and shapes follow from sizes alone. Most codecs take
-one pass over memory; one more comes first where a block, or a column, does not fit into a program or its packed numbers
-not into whole bytes.
+It equals that to the last bit, but for :func:`orthonormal`. Nothing synchronises with the host, and shapes follow from
+sizes alone. Most codecs take one pass over memory; one more comes first where a block, or a column, does not fit into a
+program or its packed numbers not into whole bytes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from commlib.slots import Carry
 
 __all__ = [
     "cast_decode", "cast_encode", "interpreted", "largest", "largest_moved", "levels_decode", "linear_encode", "name",
-    "natural_decode", "natural_encode", "norm_encode", "places_decode", "places_encode", "sign_decode", "sign_encode",
-    "strata", "ternary_decode", "ternary_encode", "two_means_decode", "two_means_encode",
+    "natural_decode", "natural_encode", "norm_encode", "orthonormal", "places_decode", "places_encode", "sign_decode",
+    "sign_encode", "strata", "ternary_decode", "ternary_encode", "two_means_decode", "two_means_encode",
 ]  # fmt: skip
 
 name = "triton"
@@ -194,6 +194,13 @@ def _words(seed: int) -> tuple[int, int]:
     """The words of a seed's key, as signed: Triton would take a large one for 64 bits, and compile another variant."""
     low, high = ((word ^ 1 << 31) - (1 << 31) for word in key(seed))
     return low, high
+
+
+def orthonormal(p: Tensor, spare: Tensor) -> None:
+    """As ``reference``, but by cuSOLVER, whose bits are its own: the reference would launch hundreds of kernels."""
+    given = torch.nan_to_num(p, nan=0.0, posinf=0.0, neginf=0.0)
+    absmax = given.abs().amax(0, keepdim=True)
+    p.copy_(torch.linalg.qr(torch.where(absmax > 0, given / absmax, spare)).Q)
 
 
 def _carried(x: Tensor, carry: Carry | None) -> tuple[Tensor, Tensor, bool]:

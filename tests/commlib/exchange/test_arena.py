@@ -24,8 +24,8 @@ from commlib.steps import Steps
 CPU = torch.device("cpu")
 SIZE = 2
 SHAPES = {"conv.weight": (16, 8, 3, 3), "fc.weight": (300, 130), "fc.bias": (300,), "norm": ()}
-STEPWISE = {"powersgd", "blocks"}
-"""Codecs that PyTorch's operators make: these have no place to put what each leaves to the next one."""
+STEPWISE = {"blocks"}
+"""Of PyTorch's operators, which have no place to put what each leaves to the next one."""
 LARGEST = 40_000  # bytes: a quarter of what the largest layer has
 PAIRS = [p for p in choose(["all"]).pairs if p.exchange not in BY_ROWS]
 

@@ -69,6 +69,23 @@ def test_places_are_within_the_layer_whatever_the_bytes_are(data: bytes, k: int)
     assert 0 <= places.min() <= places.max() < 100
 
 
+@settings(max_examples=150, deadline=None)
+@given(x=vectors(), r=st.integers(1, 5), repeated=st.booleans())
+def test_makes_the_orthonormal_basis_that_the_reference_makes(x: Tensor, r: int, repeated: bool) -> None:
+    p = x[: len(x) // r * r].view(-1, r).clone()
+    r = min(p.shape)
+    p = p[:, :r].contiguous()
+    if repeated and r:
+        p[:, -1] = p[:, 0]
+    spare = torch.linspace(-1, 1, p.numel()).view(p.shape)
+    basis, wanted = p.clone(), p.clone()
+    COMPILED.orthonormal(basis, spare)
+    PLAIN.orthonormal(wanted, spare)
+    assert same(basis, wanted)
+    if r:
+        assert torch.allclose(basis.T @ basis, torch.eye(r), atol=1e-5)
+
+
 @given(n=st.integers(1, 2**31), k=st.integers(1, 300), seed=st.integers(0, 2**64 - 1))
 def test_draws_the_places_that_the_reference_draws(n: int, k: int, seed: int) -> None:
     k, cpu = min(n, k), torch.device("cpu")

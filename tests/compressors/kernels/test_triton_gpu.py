@@ -19,8 +19,8 @@ from torch import Tensor
 
 from commlib.compressors.kernels import gpu_sums, triton_gpu
 from commlib.compressors.kernels.choice import Kernels
-from commlib.compressors.kernels.reference import fold
-from loops import LOOPS, Loop, check_decoding, check_encoding, same, vectors
+from commlib.compressors.kernels.sums import fold
+from loops import LOOPS, PLAIN, Loop, check_decoding, check_encoding, same, vectors
 
 COMPILED = cast(Kernels, triton_gpu)
 INTERPRETED = triton_gpu.interpreted()
@@ -76,6 +76,16 @@ def test_zeros_have_the_references_sign_and_what_is_not_finite_stays_so(loop: Lo
 def test_sums_of_sums_are_folded(device: str, parts: int) -> None:
     sums = torch.randn(3, parts, generator=torch.Generator().manual_seed(parts))
     assert same(gpu_sums.folded(sums.to(device)).cpu(), fold(sums))
+
+
+@devices
+def test_an_orthonormal_basis_is_one_of_the_same_columns(device: str) -> None:
+    p, spare = (torch.randn(300, 4, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    p[:, 1], p[7, 2] = 0, torch.inf
+    basis, wanted = p.to(device), p.clone()
+    COMPILED.orthonormal(basis, spare.to(device))
+    PLAIN.orthonormal(wanted, spare)
+    assert torch.allclose(basis.cpu() @ basis.cpu().T, wanted @ wanted.T, atol=1e-5)
 
 
 @pytest.mark.gpu

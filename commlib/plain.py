@@ -15,9 +15,8 @@ from torch import Tensor
 
 from commlib.collective import AllReduce, Payers, Rounds
 from commlib.exchange import dense
-from commlib.exchange.item import Item, World
+from commlib.exchange.item import Item, SharedMeters, World
 from commlib.route import Plan
-from commlib.stats import Meter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +53,15 @@ class PlainBucket:
 
 
 class PlainBuckets:
-    """Those that are known, by DDP's index. A bucket keeps its meter for good, through whatever plans."""
+    """Those that are known, by DDP's index. A bucket keeps its meter for good, through whatever plans.
 
-    def __init__(self) -> None:
+    Args:
+        meters: of layers that travel as one.
+    """
+
+    def __init__(self, meters: SharedMeters) -> None:
         self._known: dict[int, PlainBucket] = {}
-        self._meters: dict[tuple[str, ...], Meter] = {}
+        self._meters = meters
 
     def find(self, bucket: Any, plan: Plan) -> PlainBucket | None:
         """What is known of a bucket of DDP's, if it still is what it was."""
@@ -79,13 +82,6 @@ class PlainBuckets:
         names = [item.spec.name for item in items]
         if any(item.memory.old for item in items) or not all(plan.layers[n].route.plain for n in names):
             return
-        payers = [(self._meter(items), sum(item.spec.nbytes for item in items))]
+        payers = [(self._meters.of(items), sum(item.spec.nbytes for item in items))]
         parameters = [id(p) for p in bucket.parameters()]
         self._known[bucket.index()] = PlainBucket(plan, parameters, bucket.buffer().dtype, names, payers)
-
-    def _meter(self, items: Sequence[Item]) -> Meter:
-        key = tuple(item.spec.name for item in items)
-        if key not in self._meters:
-            parts = [(item.meter, item.spec.numel) for item in items]
-            self._meters[key] = Meter.of_all(items[0].spec.device, parts)
-        return self._meters[key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +13,9 @@ from commlib.collective import Rounds, lockstep
 from commlib.compressor import LayerSpec, Memory
 from commlib.exchange import EXCHANGES
 from commlib.exchange.arena import Arena
-from commlib.exchange.item import Item, Seeds, World
+from commlib.exchange.item import Item, Seeds, SharedMeters, World
 from commlib.exchange.parts import Routes, in_parts
+from commlib.exchange.riders import riding
 from commlib.factors.layers import FactorLayers
 from commlib.hierarchy import Hierarchy, share
 from commlib.levels import two_levels
@@ -53,7 +55,8 @@ class Sorter:
     ) -> None:
         self._specs = {s.name: s for s in specs}
         self._world, self._levels, self._store, self._steps = world, levels, store, steps
-        self._plain = PlainBuckets()
+        self._shared = SharedMeters()
+        self._plain = PlainBuckets(self._shared)
         self.meters = {s.name: Meter(s.device) for s in specs}
         self._nodes = world.size if levels is None else levels.inter.size
         self._dense_steps, self._seed = dense_steps, seed
@@ -85,7 +88,8 @@ class Sorter:
             self._plain.note(bucket, plan, routes["dense"])
         trips = in_parts(routes, self._own)
         whole = bucket.buffer() if len(routes) == len(trips) == 1 else None
-        return [self._lending(self._exchange(trip, whole), trip) for trip in trips]
+        go = functools.partial(self._exchange, whole=whole)
+        return [self._lending(riding(trip, self._world, self._shared.of, go), trip) for trip in trips]
 
     def with_factors(self) -> bool:
         """Whether the step whose forward pass is under way exchanges factors: it is past the dense ones."""
@@ -98,7 +102,7 @@ class Sorter:
         self._steps.settle()
         return Seeds(self._seed, self._steps.count, layer)
 
-    def _exchange(self, routes: Routes, whole: Tensor | None) -> Rounds:
+    def _exchange(self, routes: Routes, *, whole: Tensor | None) -> Rounds:
         return lockstep([EXCHANGES[name].rounds(items, self._world, whole) for name, items in routes.items()])
 
     def _lending(self, rounds: Rounds, routes: Routes) -> Rounds:

@@ -98,7 +98,7 @@ class Meter:
     @classmethod
     def of_all(cls, device: torch.device, parts: Sequence[tuple[Meter, int]]) -> Meter:
         """One count for many layers, in which each has a share by its number of values."""
-        whole, values = cls(device), sum(n for _, n in parts)
+        whole, values = cls(device), sum(n for _, n in parts) or 1
         for meter, n in parts:
             meter.has_share(whole, n / values)
         return whole

@@ -148,6 +148,21 @@ class Item:
         return scratch("item", like.shape, torch.float32, like.device)
 
 
+class SharedMeters:
+    """Meters of layers that travel as one: one for each set of them, for good, of which every layer has a share."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, ...], Meter] = {}
+
+    def of(self, items: Sequence[Item]) -> Meter:
+        """The one of these layers."""
+        key = tuple(item.spec.name for item in items)
+        if key not in self._made:
+            parts = [(item.meter, item.spec.numel) for item in items]
+            self._made[key] = Meter.of_all(items[0].spec.device, parts)
+        return self._made[key]
+
+
 class Packing:
     """Several payloads in one buffer, each at an aligned offset.
 

@@ -40,24 +40,31 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
     The residual is M − P·(local Q)ᵀ, what the projection leaves of *this* rank's M. (PyTorch's hook keeps
     M − P·(mean Q)ᵀ: the sums over ranks agree, but there each residual also walks at random with the
     difference between the rank's gradients and the mean.)
+
+    What rides along (:mod:`commlib.exchange.riders`) goes with P as it is.
     """
+    raw = [item for item in items if item.codec.lossless]
+    items = [item for item in items if not item.codec.lossless]
     codecs = [_require(item.codec) for item in items]
     device = items[0].grad.device
     matrices: list[Tensor] = []
-    ranks = [c.rank_of(i.spec) for i, c in zip(items, codecs, strict=True)]
-    lefts, rights = (
-        _Factors([(i.spec.matrix[side], rank) for i, rank in zip(items, ranks, strict=True)], items[0].arena, device)
-        for side in (0, 1)
-    )
-    for item, p in zip(items, lefts.views, strict=True):
+    sizes = [(*i.spec.matrix, c.rank_of(i.spec)) for i, c in zip(items, codecs, strict=True)]
+    lefts = _Factors([*((m, r) for m, _, r in sizes), *((i.spec.numel, 1) for i in raw)], items[0].arena, device)
+    rights = _Factors([(n, r) for _, n, r in sizes], items[0].arena, device)
+    ps, along = lefts.views[: len(items)], lefts.views[len(items) :]
+    for item, view in zip(raw, along, strict=True):
+        view.copy_(item.grad.view(-1, 1))
+    for item, p in zip(items, ps, strict=True):
         with item.meter.phase("compress"):
             m = _with_residual(item).view(item.spec.matrix)
             matrices.append(m)
             thin_product(m, item.memory.old["basis"], p)
     lefts.flat.div_(world.size)
-    yield [AllReduce(lefts.flat, payers(items, [p.nbytes for p in lefts.views]))]
+    yield [AllReduce(lefts.flat, payers([*items, *raw], [p.nbytes for p in lefts.views]))]
 
-    for item, codec, m, p, q in zip(items, codecs, matrices, lefts.views, rights.views, strict=True):
+    for item, view in zip(raw, along, strict=True):
+        item.grad.view(-1, 1).copy_(view)
+    for item, codec, m, p, q in zip(items, codecs, matrices, ps, rights.views, strict=True):
         with item.meter.phase("compress"):
             codec.orthogonalise(p)
             thin_product(m.T, p, q)
@@ -66,7 +73,7 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
     rights.flat.div_(world.size)
     yield [AllReduce(rights.flat, payers(items, [q.nbytes for q in rights.views]))]
 
-    for item, codec, p, q in zip(items, codecs, lefts.views, rights.views, strict=True):
+    for item, codec, p, q in zip(items, codecs, ps, rights.views, strict=True):
         with item.meter.phase("decompress"):
             codec.next_basis(q, item.memory.new["basis"])
             out = item.work_out()

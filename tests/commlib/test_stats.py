@@ -26,3 +26,10 @@ def test_a_layer_counts_its_share_of_a_buckets_count_beside_its_own() -> None:
     assert [x.seconds["wire"] for x in stats.layers.values()] == pytest.approx([2.0, 3.0])
     assert stats.dense_bytes == 90
     assert stats.seconds["wire"] == pytest.approx(5.0)
+
+
+def test_layers_without_values_have_no_share_and_do_no_harm() -> None:
+    empty = Meter(CPU)
+    bucket = Meter.of_all(CPU, [(empty, 0)])
+    bucket.add_sent(8)
+    assert empty.sent() == 0

@@ -274,8 +274,8 @@ class Blockwise(Compressor):
         """How many blocks go in a step."""
 
     @abstractmethod
-    def choose(self, sizes: Tensor, memory: Memory, seed: int) -> Tensor:
-        """Which blocks go now, ascending, shape (count,) int64; notes it down in ``memory.new``.
+    def choose(self, sizes: Tensor, memory: Memory, seed: int, out: Tensor) -> None:
+        """Which blocks go now, ascending, to ``out``, shape (count,) int64; notes it down in ``memory.new``.
 
         A pure function of sizes, shape (blocks,), the replicated slots and the seed: so all ranks choose alike.
         """

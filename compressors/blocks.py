@@ -10,6 +10,7 @@ from torch import Tensor
 from commlib.blocks import clear, magnitudes, poison, spread, take
 from commlib.compressor import Blockwise, LayerSpec, Memory, Slot, store
 from commlib.compressors.sparse import check_ratio, kept
+from commlib.scratch import scratch
 
 _ORDERS = ("magnitude", "fifo", "random")
 
@@ -62,55 +63,63 @@ class Blocks(Blockwise):
     def nbytes(self, spec: LayerSpec) -> int:
         return self.count(spec) * (8 + 4 * self.length(spec))
 
-    def choose(self, sizes: Tensor, memory: Memory, seed: int) -> Tensor:
+    def choose(self, sizes: Tensor, memory: Memory, seed: int, out: Tensor) -> None:
         # "ages" starts at zero, so it holds the difference to the first age, by which blocks take turns.
-        first = torch.arange(len(sizes), device=sizes.device, dtype=torch.float32) % (self.staleness + 1)
-        held = (memory.old["ages"] + first).clamp_(min=0)
-        chosen = choice(self._importance(sizes, held, seed), held, self.staleness, self._share(len(sizes)))
-        later = held + 1
-        later[chosen] = 0
-        torch.sub(later, first, out=memory.new["ages"])
-        return chosen
+        blocks, device = len(sizes), sizes.device
+        first, held = (scratch(what, (blocks,), torch.float32, device) for what in ("first", "held"))
+        torch.arange(blocks, out=first).remainder_(self.staleness + 1)
+        torch.add(memory.old["ages"], first, out=held).clamp_(min=0)
+        choice(self._importance(sizes, held, seed), held, self.staleness, out)
+        held.add_(1).index_fill_(0, out, 0)
+        torch.sub(held, first, out=memory.new["ages"])
 
     def _share(self, blocks: int) -> int:
         return max(kept(self.keep, blocks), -(-blocks // (self.staleness + 1))) if blocks else 0
 
     def _importance(self, sizes: Tensor, held: Tensor, seed: int) -> Tensor:
         if self.order == "random":
-            return torch.rand(len(sizes), generator=torch.Generator().manual_seed(seed)).to(sizes.device)
+            drawn = scratch("drawn", (len(sizes),), torch.float32, torch.device("cpu"))
+            return torch.rand(len(sizes), generator=torch.Generator().manual_seed(seed), out=drawn).to(sizes.device)
         return held if self.order == "fifo" else sizes
 
     def encode(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
-        length = self.length(LayerSpec.of(x))
+        length, count = self.length(LayerSpec.of(x)), self.blocks(LayerSpec.of(x))
         flat = torch.add(x, memory.old["residual"], out=memory.new["residual"]).view(-1)
-        sizes = magnitudes(flat, length)
-        chosen = self.choose(sizes, memory, seed)
+        sizes = scratch("sizes", (count,), torch.float32, x.device)
+        magnitudes(flat, length, sizes)
         places, values = self._parts(payload, length)
-        places.copy_(chosen)
-        values.copy_(take(flat, length, chosen) + poison(sizes))
-        clear(flat, length, chosen)
+        self.choose(sizes, memory, seed, places)
+        take(flat, length, places, values)
+        values += poison(sizes)
+        clear(flat, length, places)
 
     def decode(self, payload: Tensor, out: Tensor, *, add: bool, scale: float, seed: int) -> None:
         places, values = self._parts(payload, self.length(LayerSpec.of(out)))
-        whole = torch.empty_like(out).view(-1)
+        whole = scratch("decoded", (out.numel(),), out.dtype, out.device)
         spread(values, whole, values.shape[1], places)
-        store(whole, out, add=add, scale=scale)
+        store(whole, out.view(-1), add=add, scale=scale)
 
     def _parts(self, payload: Tensor, length: int) -> tuple[Tensor, Tensor]:
         count = len(payload) // (8 + 4 * length)
         return payload[: 8 * count].view(torch.int64), payload[8 * count :].view(torch.float32).view(count, length)
 
 
-def choice(importance: Tensor, held: Tensor, staleness: int, count: int) -> Tensor:
-    """Which blocks go: those that are due, the longest held first, then the most important; ascending, int64. Pure.
+def choice(importance: Tensor, held: Tensor, staleness: int, out: Tensor) -> None:
+    """Which blocks go: those that are due, the longest held first, then the most important; ascending. Pure.
 
     Args:
         importance: (blocks,); ties go to the first block.
         held: steps each was held, (blocks,).
         staleness: a block held for so many is due.
-        count: how many go, if there are so many.
+        out: (count,) int64: how many go, if there are so many.
     """
-    order = torch.argsort(importance, descending=True, stable=True)
-    due = torch.where(held >= staleness, held, -1.0)[order]
-    order = order[torch.argsort(due, descending=True, stable=True)]
-    return order[:count].sort().values
+    device, (blocks,) = held.device, held.shape
+    keys, due, ordered = (scratch(what, (blocks,), torch.float32, device) for what in ("keys", "due", "ordered"))
+    order, again, both = (scratch(what, (blocks,), torch.int64, device) for what in ("order", "again", "both"))
+    torch.sort(importance, descending=True, stable=True, out=(keys, order))
+    early = torch.lt(held, staleness, out=scratch("early", (blocks,), torch.bool, device))
+    due.copy_(held).masked_fill_(early, -1.0)
+    torch.index_select(due, 0, order, out=ordered)
+    torch.sort(ordered, descending=True, stable=True, out=(keys, again))
+    torch.index_select(order, 0, again, out=both)
+    torch.sort(both[: len(out)], out=(out, again[: len(out)]))

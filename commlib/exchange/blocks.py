@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from commlib.blocks import clear, magnitudes, poison, spread, take
 from commlib.collective import AllReduce, Rounds
 from commlib.compressor import Blockwise, Compressor, LayerSpec
+from commlib.exchange.arena import Arena
 from commlib.exchange.item import Item, Stripe, World, payers
 
 ROUNDS = 2
@@ -37,40 +39,50 @@ def owned(codec: Compressor, spec: LayerSpec, world: World) -> Stripe | None:
     return None
 
 
-def rounds(items: Sequence[Item], world: World, buffer: torch.Tensor | None) -> Rounds:
+def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
     """Sum the sizes of what is held; choose; sum what is chosen. What is not stays in the residual.
 
     The sizes are exchanged in every order, fifo and random too: so a value that is not finite is heard of on every
     rank in its own step, chosen or not.
     """
     codecs = [_require(item.codec) for item in items]
-    flats, sizes = [], []
-    for item, codec in zip(items, codecs, strict=True):
+    arena, device = items[0].arena, items[0].grad.device
+    lengths = [codec.length(item.spec) for item, codec in zip(items, codecs, strict=True)]
+    total, sizes = _side_by_side([codec.blocks(i.spec) for i, codec in zip(items, codecs, strict=True)], arena, device)
+    flats = []
+    for item, length, size in zip(items, lengths, sizes, strict=True):
         with item.meter.phase("compress"):
             held = torch.add(item.work_grad(), item.memory.old["residual"], out=item.memory.new["residual"])
             flats.append(held.view(-1))
-            # Halved, and a mean: so that a sum of finite sizes is finite.
-            sizes.append(magnitudes(flats[-1], codec.length(item.spec)) / (2 * world.size))
-    total = torch.cat(sizes)
+            magnitudes(flats[-1], length, size)
+    total /= 2 * world.size  # halved, and a mean: so that a sum of finite sizes is finite
     yield [AllReduce(total, payers(items, [s.nbytes for s in sizes]))]
 
-    heard = torch.split(total, [len(s) for s in sizes])
-    chosen, parts = [], []
-    for item, codec, flat, size in zip(items, codecs, flats, heard, strict=True):
+    counts = [codec.count(item.spec) for item, codec in zip(items, codecs, strict=True)]
+    sent, parts = _side_by_side([n * length for n, length in zip(counts, lengths, strict=True)], arena, device)
+    chosen = [arena.empty((n,), torch.int64, device) for n in counts]
+    for item, codec, flat, size, length, which, part in zip(
+        items, codecs, flats, sizes, lengths, chosen, parts, strict=True
+    ):
         with item.meter.phase("compress"):
-            length = codec.length(item.spec)
-            chosen.append(codec.choose(size, item.memory, item.seeds.of(codec, world.rank)))
-            parts.append(take(flat, length, chosen[-1]).view(-1))
-            clear(flat, length, chosen[-1])  # flat *is* the new residual
-    sent = torch.cat(parts).div_(world.size)
+            codec.choose(size, item.memory, item.seeds.of(codec, world.rank), which)
+            take(flat, length, which, part.view(-1, length))
+            clear(flat, length, which)  # flat *is* the new residual
+    sent /= world.size
     yield [AllReduce(sent, payers(items, [p.nbytes for p in parts]))]
 
-    come = torch.split(sent, [len(p) for p in parts])
-    for item, codec, size, which, values in zip(items, codecs, heard, chosen, come, strict=True):
+    for item, size, length, which, part in zip(items, sizes, lengths, chosen, parts, strict=True):
         with item.meter.phase("decompress"):
-            out, length = item.work_out(), codec.length(item.spec)
-            spread(values.view(-1, length) + poison(size), out.view(-1), length, which)
+            out = item.work_out()
+            part += poison(size)
+            spread(part.view(-1, length), out.view(-1), length, which)
             item.finish(out)
+
+
+def _side_by_side(lengths: Sequence[int], arena: Arena, device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
+    """Float32 vectors as one, and as views of it."""
+    whole = arena.empty((sum(lengths),), torch.float32, device)
+    return whole, torch.split(whole, list(lengths))
 
 
 def _require(codec: Compressor) -> Blockwise:

@@ -8,8 +8,22 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from commlib.blocks import clear, magnitudes, poison, spread, take
+from commlib import blocks
+from commlib.blocks import clear, poison, spread
+
+
+def magnitudes(flat: Tensor, block: int) -> Tensor:
+    out = torch.full((-(-len(flat) // block),), math.nan)
+    blocks.magnitudes(flat, block, out)
+    return out
+
+
+def take(flat: Tensor, block: int, chosen: Tensor) -> Tensor:
+    out = torch.full((len(chosen), block), math.nan)
+    blocks.take(flat, block, chosen, out)
+    return out
 
 
 @given(st.integers(0, 60), st.integers(1, 20), st.randoms(use_true_random=False))

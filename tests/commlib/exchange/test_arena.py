@@ -24,9 +24,7 @@ from commlib.steps import Steps
 CPU = torch.device("cpu")
 SIZE = 2
 SHAPES = {"conv.weight": (16, 8, 3, 3), "fc.weight": (300, 130), "fc.bias": (300,), "norm": ()}
-STEPWISE = {"blocks"}
-"""Of PyTorch's operators, which have no place to put what each leaves to the next one."""
-LARGEST = 40_000  # bytes: a quarter of what the largest layer has
+BLOCKS = -(-300 * 130 // 1024)  # of the largest layer
 PAIRS = [p for p in choose(["all"]).pairs if p.exchange not in BY_ROWS]
 
 
@@ -148,10 +146,10 @@ def test_a_first_step_is_seen_to_make_some() -> None:
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_a_later_step_makes_none(pair: Pair, dtype: torch.dtype) -> None:
     sizes = made(str(pair), dtype, 4)
-    if pair.codec not in STEPWISE:
+    if pair.codec == "blocks":  # torch.sort makes a number for each of those that it sorts
+        assert max(sizes) <= 8 * BLOCKS
+    else:
         assert sizes == []
-    elif pair != Pair("blocks", "gather"):  # which is not the exchange it is made for
-        assert max(sizes) < LARGEST
 
 
 @pytest.mark.parametrize("rule", ["onebit@scatter_gather", "int8:block=10@gather", "fp16@dense"])

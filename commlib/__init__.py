@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 from commlib.attach import attach
 from commlib.checkpoint import merge_state_dicts
-from commlib.compressor import Compressor, LayerSpec, LowRank, Memory, Slot
+from commlib.compressor import Compressor, LayerSpec, Memory, Slot
 from commlib.errors import CheckpointMismatch, CommlibError, MissingDependency, PeerLost, PlanMismatch
 from commlib.feedback import ErrorFeedback
 from commlib.hook import HookState, hook
@@ -19,6 +19,7 @@ from commlib.policy import Exact, Lossy
 from commlib.registry import make
 from commlib.route import Plan, Route
 from commlib.stats import LayerStats, Stats
+from commlib.stepwise import LowRank
 
 __all__ = [
     "CheckpointMismatch",

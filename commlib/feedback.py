@@ -57,6 +57,9 @@ class ErrorFeedback(Compressor):
     def part_rows(self, spec: LayerSpec) -> int | None:
         return self.inner.part_rows(spec)
 
+    def scale_bytes(self, spec: LayerSpec) -> int:
+        return self.inner.scale_bytes(spec)
+
     def refuse(self, spec: LayerSpec) -> str | None:
         return self.inner.refuse(spec)
 

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 import commlib
 from commlib.backward import at_end_of_backward, wait
 from commlib.checkpoint import StateDict, from_state, to_state
-from commlib.collective import Rounds
 from commlib.errors import PeerLost
 from commlib.exchange.item import World
 from commlib.exchange.valve import Throttle
@@ -249,9 +248,11 @@ class HookState:
         if plain is not None and not self._steps.watched:
             future = self._sequencer.single(label, plain.mean(buffer, self.world), buffer)
         else:
-            unsorted = bucket, names, self._plan, self._factors
-            *parts, last = self._sorter.rounds(*unsorted) if plain is None else [plain.rounds(buffer, self.world)]
-            *_, future = [self._sequencer.submit(label, trip, buffer) for trip in (*parts, self._checked(last, buffer))]
+            if plain is None:
+                trips = self._sorter.rounds(bucket, names, self._plan, self._factors)
+            else:
+                trips = [self._sorter.checked(plain.rounds(buffer, self.world), buffer)]
+            *_, future = [self._sequencer.submit(label, trip, buffer) for trip in trips]
         self._steps.submitted(future, last=bucket.is_last())
         if bucket.is_last() and self._factors is not None:
             self._factors.end_step()
@@ -288,11 +289,6 @@ class HookState:
         """An exchange has come through: the manager may have another plan."""
         if self._manager is not None and self._manager.exchanged():
             self._plan = self._manager.plan(self._plan)
-
-    def _checked(self, rounds: Rounds, buffer: Tensor) -> Rounds:
-        yield from rounds
-        if self._steps.watched:
-            self._steps.check(buffer)
 
 
 def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]

@@ -13,6 +13,7 @@ from commlib.collective import Rounds, lockstep
 from commlib.compressor import LayerSpec, Memory
 from commlib.exchange import EXCHANGES
 from commlib.exchange.arena import Arena
+from commlib.exchange.finite import spans
 from commlib.exchange.item import Item, Seeds, SharedMeters, World
 from commlib.exchange.parts import Routes, in_parts
 from commlib.exchange.riders import riding
@@ -82,14 +83,23 @@ class Sorter:
         for name, grad in zip(names, bucket.gradients(), strict=True):
             route = self._route(plan, name)
             routes.setdefault(route.exchange, []).append(self._item(plan, name, route, grad, factors))
+        buffer = bucket.buffer()
         if self._levels is not None:
-            return [self._lending(two_levels(routes, plan, self._world, self._levels), routes)]
+            return [self.checked(self._lending(two_levels(routes, plan, self._world, self._levels), routes), buffer)]
         if list(routes) == ["dense"]:
             self._plain.note(bucket, plan, routes["dense"])
         trips = in_parts(routes, self._own)
-        whole = bucket.buffer() if len(routes) == len(trips) == 1 else None
+        whole = buffer if len(routes) == len(trips) == 1 else None
         go = functools.partial(self._exchange, whole=whole)
-        return [self._lending(riding(trip, self._world, self._shared.of, go), trip) for trip in trips]
+        *parts, last = [self._lending(riding(trip, self._world, self._shared.of, go), trip) for trip in trips]
+        return [*parts, self.checked(last, buffer, [item for items in routes.values() for item in items])]
+
+    def checked(self, rounds: Rounds, buffer: Tensor, items: Sequence[Item] = ()) -> Rounds:
+        """A bucket's last exchange, at whose end it is seen whether all of the bucket is finite, if that matters."""
+        yield from rounds
+        if self._steps.watched:
+            for values, scales in spans(buffer, items):
+                self._steps.check(values, scales)
 
     def with_factors(self) -> bool:
         """Whether the step whose forward pass is under way exchanges factors: it is past the dense ones."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from commlib.memory import MemoryStore
 from commlib.readback import Readback
+
+_LARGE = 1e30
+"""Scales: what is decoded by smaller ones cannot overflow in a sum over ranks."""
 
 
 class Steps:
@@ -58,10 +61,15 @@ class Steps:
         """Its buckets."""
         yield from self._buckets
 
-    def check(self, values: Tensor) -> None:
-        """It counts only if these are finite."""
+    def check(self, values: Tensor, scales: Sequence[Tensor] = ()) -> None:
+        """It counts only if these are finite.
+
+        Args:
+            values: of any shape.
+            scales: float32; if there are any, they say that all values are finite, unless one is very large or is not.
+        """
         range_ = self._spare.pop() if self._spare else _Range()
-        range_.of(values)
+        range_.of(values, scales)
         self._finite.append(range_)
 
     def settle(self) -> None:
@@ -107,21 +115,22 @@ class _Range:
         self._ends = torch.zeros(2)
         self._copy = Readback()
 
-    def of(self, values: Tensor) -> None:
-        """Begins with another bucket's."""
+    def of(self, values: Tensor, scales: Sequence[Tensor]) -> None:
+        """Begins with other ones."""
         if (self._ends.dtype, self._ends.device) != (values.dtype, values.device):
             self._ends = values.new_zeros(2)
         self._ends.zero_()
-        if values.numel() and not self._small(values):
+        small = all(self._below(s, _LARGE) for s in scales) if scales else self._below(values, math.inf)
+        if values.numel() and not small:
             torch.aminmax(values, out=(self._ends[0], self._ends[1]))  # a NaN is both
         self._copy.start(self._ends)
 
-    def _small(self, values: Tensor) -> bool:
-        """Whether they and the sum of their squares are finite: on the CPU that is seen in two thirds of the time."""
+    def _below(self, values: Tensor, limit: float) -> bool:
+        """Whether the root of their squares' sum is: on the CPU that is seen in two thirds of the time."""
         if values.dtype != torch.float32 or values.is_cuda:
             return False
         torch.linalg.vector_norm(values, out=self._ends[0])
-        return math.isfinite(self._ends[0].item())
+        return self._ends[0].item() < limit  # a NaN is not
 
     def finite(self) -> bool:
         """Whether they are; and then all its values are."""

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from commlib.blocks import clear, magnitudes, poison, spread, take
-from commlib.compressor import Blockwise, LayerSpec, Memory, Slot, store
+from commlib.compressor import LayerSpec, Memory, Slot, store
 from commlib.compressors.sparse import check_ratio, kept
 from commlib.scratch import scratch
+from commlib.stepwise import Blockwise
 
 _ORDERS = ("magnitude", "fifo", "random")
 

@@ -28,7 +28,10 @@ class Blockwise(Fused):
             raise ValueError(f"{self.name}: block must be at least 1, got {self.block}")
 
     def nbytes(self, spec: LayerSpec) -> int:
-        return 4 * -(-spec.numel // self.block) + fields_nbytes(spec.numel, (2 * self.levels).bit_length())
+        return self.scale_bytes(spec) + fields_nbytes(spec.numel, (2 * self.levels).bit_length())
+
+    def scale_bytes(self, spec: LayerSpec) -> int:
+        return 4 * -(-spec.numel // self.block)
 
     def part_rows(self, spec: LayerSpec) -> int | None:
         return rows_of_blocks(spec, self.block)

@@ -28,7 +28,10 @@ class Natural(Fused):
     random = True
 
     def nbytes(self, spec: LayerSpec) -> int:
-        return 4 + spec.numel if spec.numel else 0
+        return self.scale_bytes(spec) + spec.numel
+
+    def scale_bytes(self, spec: LayerSpec) -> int:
+        return 4 if spec.numel else 0
 
     def write(self, x: Tensor, payload: Tensor, carry: Carry | None, seed: int) -> None:
         kernels(x).natural_encode(x.view(-1), payload, seed, carry)

@@ -50,8 +50,10 @@ class OneBit(Fused):
         return None if self.axis == "tensor" else self.stripe_rows(spec)
 
     def nbytes(self, spec: LayerSpec) -> int:
-        columns = -(-spec.numel // self._column(spec))
-        return 8 * columns + -(-spec.numel // 8)
+        return self.scale_bytes(spec) + -(-spec.numel // 8)
+
+    def scale_bytes(self, spec: LayerSpec) -> int:
+        return 8 * -(-spec.numel // self._column(spec))
 
     def contraction(self, spec: LayerSpec) -> float | None:
         # a column v keeps ‖v‖₁²/(column·‖v‖²) of its energy at least: 1/column if only one value is not zero

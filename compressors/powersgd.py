@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from commlib.compressor import LayerSpec, LowRank, Memory, Slot
+from commlib.compressor import LayerSpec, Memory, Slot
 from commlib.compressors.kernels.choice import kernels
 from commlib.compressors.kernels.random import hash32
 from commlib.compressors.kernels.reference import power_of_two
+from commlib.stepwise import LowRank
 from commlib.thin import thin_product
 
 

@@ -22,7 +22,10 @@ class ScaledSign(Fused):
     name = "sign"
 
     def nbytes(self, spec: LayerSpec) -> int:
-        return 4 + -(-spec.numel // 8) if spec.numel else 0
+        return self.scale_bytes(spec) + -(-spec.numel // 8)
+
+    def scale_bytes(self, spec: LayerSpec) -> int:
+        return 4 if spec.numel else 0
 
     def write(self, x: Tensor, payload: Tensor, carry: Carry | None, seed: int) -> None:
         kernels(x).sign_encode(x.view(-1), payload, carry)

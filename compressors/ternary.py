@@ -36,7 +36,10 @@ class Ternary(Fused):
         return self.block or max(1, n)
 
     def nbytes(self, spec: LayerSpec) -> int:
-        return 4 * -(-spec.numel // self._block(spec.numel)) + -(-spec.numel // 5)
+        return self.scale_bytes(spec) + -(-spec.numel // 5)
+
+    def scale_bytes(self, spec: LayerSpec) -> int:
+        return 4 * -(-spec.numel // self._block(spec.numel))
 
     def part_rows(self, spec: LayerSpec) -> int | None:
         return rows_of_blocks(spec, self.block) if self.block else None

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from commlib.blocks import clear, magnitudes, poison, spread, take
 from commlib.collective import AllReduce, Rounds
-from commlib.compressor import Blockwise, Compressor, LayerSpec
+from commlib.compressor import Compressor, LayerSpec
 from commlib.exchange.arena import Arena
 from commlib.exchange.item import Item, Stripe, World, payers
+from commlib.stepwise import Blockwise
 
 ROUNDS = 2
 

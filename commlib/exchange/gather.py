@@ -47,3 +47,4 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
             seeds = [item.seeds.of(item.codec, rank) for rank in range(world.size)]
             item.codec.decompress_sum(payloads, out, scale=1 / world.size, seeds=seeds)
             item.finish(out)
+            item.vouch(payloads, item.spec)

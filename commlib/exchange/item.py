@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -99,6 +99,8 @@ class Item:
         trip: the rows of its layer in this step (factors and owners only).
         arena: the layer's; the first layer's is also for what a bucket has once.
         part: which of it travels; of an item that is cut, ``spec``, ``grad`` and slots are still the whole layer's.
+        scales: what bounds the values of ``grad`` once they are decoded, if its codec says so (``scale_bytes``): of
+            none of them, or of all, whatever its parts.
     """
 
     spec: LayerSpec
@@ -111,6 +113,7 @@ class Item:
     trip: Trip | None = None
     arena: Arena = dataclasses.field(default_factory=Arena)
     part: Part = WHOLE
+    scales: list[Tensor] = dataclasses.field(default_factory=list)
 
     def alone(self) -> Item:
         """Its part as a layer of its own: consecutive rows."""
@@ -140,12 +143,22 @@ class Item:
         if not self._works_in_place:
             self.rows(stripe).copy_(out)
 
+    def vouch(self, payloads: Iterable[Tensor], spec: LayerSpec) -> None:
+        """Notes the scales of payloads that have been decoded to it, or to those of its rows that ``spec`` is."""
+        if self.grad.dtype == torch.float32:  # a shorter format may overflow where float32 does not
+            self.scales.extend(s for s in (scales_of(self.codec, p, spec) for p in payloads) if s.numel())
+
     @property
     def _works_in_place(self) -> bool:
         return self.codec.lossless or self.grad.dtype == torch.float32
 
     def _float32(self, like: Tensor) -> Tensor:
         return scratch("item", like.shape, torch.float32, like.device)
+
+
+def scales_of(codec: Compressor, payload: Tensor, spec: LayerSpec) -> Tensor:
+    """The scales in a payload, float32; empty if its codec has none."""
+    return payload[: codec.scale_bytes(spec)].view(torch.float32)
 
 
 class SharedMeters:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from commlib.collective import AllReduce, Rounds
-from commlib.compressor import Compressor, LayerSpec, LowRank
+from commlib.compressor import Compressor, LayerSpec
 from commlib.exchange.arena import Arena
 from commlib.exchange.item import Item, Stripe, World, payers
 from commlib.feedback import ErrorFeedback
+from commlib.stepwise import LowRank
 from commlib.thin import thin_product
 
 ROUNDS = 2

@@ -87,6 +87,7 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
                 out = item.work_out(s)
                 item.codec.decompress(replies[p][i], out, seed=item.seeds.of(item.codec, p, f"owner {p}"))
                 item.finish(out, s)
+                item.vouch([replies[p][i]], s.spec)
 
 
 _Layer = tuple[Compressor, LayerSpec, Part]

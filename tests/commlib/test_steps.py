@@ -86,3 +86,28 @@ def test_finite_values_whose_squares_are_not_are_finite() -> None:
     assert step(steps, remembers=True, value=-3e38)
     steps.settle()
     assert steps.count == 1
+
+
+@pytest.mark.parametrize(
+    ("scales", "value", "counts"),
+    [
+        ([1.0, 2.0], 1.0, True),
+        ([1e30], 1.0, True),  # its square is not finite: the values are looked at
+        ([math.inf], 1.0, True),
+        ([math.nan, 1.0], math.nan, False),
+        ([1.0, math.inf], math.inf, False),
+        ([3e38], math.inf, False),
+    ],
+)
+def test_scales_stand_for_values_while_they_are_of_an_ordinary_size(
+    scales: list[float], value: float, counts: bool
+) -> None:
+    steps = Steps(MemoryStore())
+    steps.begin(remembers=True)
+    values = torch.full((10,), value)
+    steps.check(values, [torch.tensor([s]) for s in scales])
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(values)
+    steps.submitted(done, last=True)
+    steps.settle()
+    assert (steps.count, steps.skipped) == ((1, 0) if counts else (0, 1))

@@ -220,6 +220,31 @@ class WrongFusedFeedback(Sound):
 
 
 @codec
+class SoundScales(Sound):
+    """All of its payload is."""
+
+    def scale_bytes(self, spec: LayerSpec) -> int:
+        return self.nbytes(spec)
+
+
+@codec
+class ScalesThatBoundNothing(Sound):
+    def scale_bytes(self, spec: LayerSpec) -> int:
+        return min(4, self.nbytes(spec))
+
+
+@codec
+class ScalesThatHideNaN(SoundScales):
+    def encode(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
+        super().encode(x, payload, memory=memory, seed=seed)
+        payload.view(torch.float32).nan_to_num_(nan=1.0, posinf=torch.inf, neginf=-torch.inf)
+
+    def decode(self, payload: Tensor, out: Tensor, *, add: bool, scale: float, seed: int) -> None:
+        values = payload.view(torch.float32)
+        store(torch.where(values == 1, torch.nan, values), out, add=add, scale=scale)
+
+
+@codec
 class BoastsDelta(Sound):
     def contraction(self, spec: LayerSpec) -> float | None:
         return 0.8
@@ -242,7 +267,7 @@ class RefusesAll(Sound):
         return "no"
 
 
-@pytest.mark.parametrize("sound", [Sound(), SoundResidual(), SoundCoin()], ids=repr)
+@pytest.mark.parametrize("sound", [Sound(), SoundResidual(), SoundCoin(), SoundScales()], ids=repr)
 def test_a_sound_codec_passes(sound: Compressor) -> None:
     check_compressor(sound)
 
@@ -258,6 +283,8 @@ def test_a_sound_codec_passes(sound: Compressor) -> None:
         (ShortPayload(), "some bytes of the payload are never written"),
         (AnyLength(), "is accepted"),
         (Spills(), "bytes outside the payload were written"),
+        (ScalesThatBoundNothing(), "where scales allow"),
+        (ScalesThatHideNaN(), "leave scales finite"),
         (GlobalDice(), "the same arguments gave different bytes"),
         (ModifiesInput(), "compress modified x"),
         (ModifiesPayload(), "the same payload decoded to different values"),

@@ -101,7 +101,6 @@ class Rank:
     def rounds(self) -> Rounds:
         for trip in self.sorter.rounds(self.bucket, list(SHAPES), self.plan, None):
             yield from trip
-        self.steps.check(self.bucket.buffer())
 
 
 def counted(rounds: Rounds, sizes: list[int]) -> Rounds:

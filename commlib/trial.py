@@ -1,0 +1,65 @@
+"""What the contract suite (:mod:`commlib.testing`) does over and over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from commlib.compressor import Compressor, LayerSpec, Memory
+
+_DRAWS = 400  # seeds a statistical check averages over
+
+
+def require(held: bool, codec: Compressor, spec: LayerSpec | None, broken: str) -> None:
+    if not held:
+        raise AssertionError(f"{codec}{f' for shape {spec.shape}' if spec else ''}: {broken}")
+
+
+def raises(kind: type[Exception], call: Callable[..., object], *args: object, **options: object) -> bool:
+    try:
+        call(*args, **options)
+    except kind:
+        return True
+    return False
+
+
+def normal(spec: LayerSpec, seed: int) -> Tensor:
+    return torch.randn(spec.shape, generator=torch.Generator().manual_seed(seed))
+
+
+def encode(codec: Compressor, x: Tensor, seed: int, memory: Memory | None = None) -> Tensor:
+    spec = LayerSpec.of(x)
+    payload = torch.zeros(codec.nbytes(spec), dtype=torch.uint8)
+    codec.compress(x, payload, memory=memory or Memory.zeros(codec, spec), seed=seed)
+    return payload
+
+
+def decode(codec: Compressor, payload: Tensor, spec: LayerSpec, seed: int) -> Tensor:
+    out = torch.zeros(spec.shape)
+    codec.decompress(payload, out, seed=seed)
+    return out
+
+
+def roundtrip(codec: Compressor, x: Tensor, seed: int) -> Tensor:
+    return decode(codec, encode(codec, x, seed), LayerSpec.of(x), seed)
+
+
+def seeds(codec: Compressor, seed: int) -> range:
+    return range(seed, seed + (_DRAWS if codec.random else 1))
+
+
+def standard_error(draws: Tensor) -> float:
+    return float(draws.std()) / math.sqrt(len(draws)) if len(draws) > 1 else 0.0
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit, NaNs included."""
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def close(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> bool:
+    size = max(1.0, float(b.abs().amax())) if b.numel() else 1.0
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * size)

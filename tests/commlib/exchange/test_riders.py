@@ -26,7 +26,11 @@ from commlib.stats import Meter
 from fleet import Fleet
 from toy import Trainer, poison, same_everywhere, through_delays
 
-CARRIERS = ["onebit@gather", "onebit@scatter_gather", "powersgd:rank=2@low_rank"]
+ROUNDS = {
+    "onebit@gather": [["AllGather"]],
+    "onebit@scatter_gather": [["AllToAll"], ["AllGather"]],
+    "powersgd:rank=2@low_rank": [["AllReduce"], ["AllReduce"]],
+}
 CPU = torch.device("cpu")
 
 
@@ -66,9 +70,6 @@ class Rank:
             self.rounds_of.append([type(call).__name__ for call in batch])
             yield batch
 
-    def sent(self) -> float:
-        return sum(it.meter.sent() for items in self.routes.values() for it in items)
-
 
 def exchanged(
     rules: Sequence[tuple[str, tuple[int, ...]]], world: int, dtype: torch.dtype = torch.float32
@@ -86,7 +87,7 @@ def alone(rules: Sequence[tuple[str, tuple[int, ...]]], world: int, dtype: torch
 
 
 @given(
-    carrier=st.sampled_from(CARRIERS),
+    carrier=st.sampled_from(sorted(ROUNDS)),
     small=st.lists(st.sampled_from([(), (1,), (7,), (3, 5), (130,), (0,)]), min_size=1, max_size=4),
     world=st.integers(1, 4),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -105,25 +106,15 @@ def test_riders_get_their_mean_and_the_others_the_bits_they_get_without(
             mean = torch.stack([r.given[i].double() for r in ranks]).mean(0)
             bound = 1e-6 if dtype == torch.float32 else 0.03
             assert torch.allclose(ranks[0].grads[i].double(), mean, atol=bound)
-    assert ["AllReduce" in kinds for kinds in ranks[0].rounds_of] == [carrier.endswith("low_rank")] * len(
-        ranks[0].rounds_of
-    )
-    assert all(len(kinds) == 1 for kinds in ranks[0].rounds_of)
+    assert ranks[0].rounds_of == ROUNDS[carrier]  # and no all-reduce beside it
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_bytes_of_riders_are_counted_as_theirs(carrier: str) -> None:
-    (rank, *_) = exchanged([(carrier, (40, 30)), ("none@dense", (16,)), ("none@dense", (48,))], 4)
-    assert rank.sent() == 0  # whoever drives an exchange counts
-    meter = SharedMeters().of(rank.routes["dense"])
+def test_layers_that_travel_as_one_have_one_meter_for_good_and_share_it_by_their_values() -> None:
+    shared, layers = SharedMeters(), Rank([("none@dense", (16,)), ("none@dense", (48,))], World(0, 1)).routes["dense"]
+    meter = shared.of(layers)
+    assert shared.of(layers) is meter is not shared.of(layers[:1])
     meter.add_sent(400)
-    assert [it.meter.sent() for it in rank.routes["dense"]] == [100, 300]
-
-
-def test_layers_that_travel_as_one_have_one_meter_for_good() -> None:
-    shared, (rank, *_) = SharedMeters(), exchanged([("none@dense", (4,)), ("none@dense", (4,))], 1)
-    assert shared.of(rank.routes["dense"]) is shared.of(rank.routes["dense"])
-    assert shared.of(rank.routes["dense"]) is not shared.of(rank.routes["dense"][:1])
+    assert [it.meter.sent() for it in layers] == [100, 300]
 
 
 MANY = riders.MOST // 4

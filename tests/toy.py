@@ -148,6 +148,19 @@ def poison(module: nn.Module, name: str, value: float) -> Callable[[], None]:
     return lambda: handle.remove()
 
 
+def train_poisoned(trainer: Trainer, steps: int, at: int, name: str, value: float) -> list[bool]:
+    """As :meth:`Trainer.train`; in step ``at`` the last rank's gradient of one parameter has a value not finite."""
+    undo: list[Callable[[], None]] = []
+
+    def disturb(step: int) -> None:
+        while undo:
+            undo.pop()()
+        if step == at and trainer.world.rank == trainer.world.size - 1:
+            undo.append(poison(trainer.module, name, value))
+
+    return trainer.train(steps, disturb)
+
+
 def owed(states: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Layer → (1/P)·Σ pending values of all ranks' state dicts, owners' stripes included; float64."""
     total: dict[str, Tensor] = {}

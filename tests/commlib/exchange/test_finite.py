@@ -18,7 +18,7 @@ from commlib.exchange.item import Item, Seeds, World
 from commlib.registry import make
 from commlib.stats import Meter
 from fleet import Fleet
-from toy import Trainer, poison, same_everywhere
+from toy import Trainer, same_everywhere, train_poisoned
 
 
 def item(grad: Tensor, vouched: bool, codec: str = "int8") -> Item:
@@ -74,15 +74,8 @@ def bad_steps(world: World, exchange: str) -> list[str]:
     finite.LARGE, wrong = 1, []
     for codec in SCALED:
         for value in (math.nan, math.inf, -math.inf):
-            trainer, undo = Trainer(world, f"{codec}@{exchange}"), list[Any]()
-
-            def disturb(step: int, trainer: Trainer = trainer, value: float = value, undo: list[Any] = undo) -> None:
-                while undo:
-                    undo.pop()()
-                if step == 2 and world.rank == world.size - 1:
-                    undo.append(poison(trainer.module, "2.weight", value))
-
-            found = trainer.train(5, disturb)
+            trainer = Trainer(world, f"{codec}@{exchange}")
+            found = train_poisoned(trainer, 5, 2, "2.weight", value)
             stats = trainer.comm.stats()
             trainer.close()
             weights = trainer.weights()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ from commlib.route import Route
 from commlib.simulate import run
 from commlib.stats import Meter
 from fleet import Fleet
-from toy import Trainer, poison, same_everywhere, through_delays
+from toy import Trainer, same_everywhere, through_delays, train_poisoned
 
 SIZE = 2000
 DRAWING = {"qsgd", "ternary:block=64"}
@@ -229,15 +229,8 @@ def test_training_in_parts_ends_with_the_same_bits(fleet: Fleet, size: int) -> N
 def poisoned(world: World) -> tuple[list[bool], bool]:
     """A value that is not finite in one part of one rank's layer, in the fourth step."""
     with small_parts(SIZE):
-        trainer, undo = Trainer(world, RULE, cap=0.001), list[Callable[[], None]]()
-
-        def disturb(step: int) -> None:
-            if step == 3 and world.rank == 1:
-                undo.append(poison(trainer.module, "0.weight", float("inf")))
-            elif undo:
-                undo.pop()()
-
-        finite = trainer.train(8, disturb)
+        trainer = Trainer(world, RULE, cap=0.001)
+        finite = train_poisoned(trainer, 8, 3, "0.weight", float("inf"))
         trainer.close()
     return finite, bool(trainer.weights().isfinite().all()) and same_everywhere(world, trainer.weights())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from commlib.route import Route
 from commlib.simulate import run
 from commlib.stats import Meter
 from fleet import Fleet
-from toy import Trainer, poison, same_everywhere, through_delays
+from toy import Trainer, same_everywhere, through_delays, train_poisoned
 
 ROUNDS = {
     "onebit@gather": [["AllGather"]],
@@ -220,15 +220,8 @@ def test_between_two_ranks_a_model_gets_the_same_bits_as_without_riders(fleet: F
 
 
 def poisoned(world: World, rule: Any) -> tuple[list[bool], bool]:
-    trainer, undo = trainer_of(world, rule), list[Callable[[], None]]()
-
-    def disturb(step: int) -> None:
-        if step == 3 and world.rank == 1:
-            undo.append(poison(trainer.module, "2.bias", float("inf")))
-        elif undo:
-            undo.pop()()
-
-    finite = trainer.train(8, disturb)
+    trainer = trainer_of(world, rule)
+    finite = train_poisoned(trainer, 8, 3, "2.bias", float("inf"))
     trainer.close()
     return finite, bool(trainer.weights().isfinite().all()) and same_everywhere(world, trainer.weights())
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +16,7 @@ from . import wiring
 from .keeper import Keeper, LabError
 from .rate import HIGHEST, LOWEST
 
+_AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 _PATIENCE_S = 30.0  # for one command; they take milliseconds
 
 
@@ -64,8 +66,9 @@ class Lab:
         self._keeper = Keeper(wiring.names(hosts))
         try:
             self._batch("ip", wiring.build(hosts))
+            congestion = wiring.congestion(_AVAILABLE.read_text())
             for h in range(hosts):
-                self._batch("ip", wiring.inside(h), host=h)
+                self._batch("ip", wiring.inside(h, congestion), host=h)
             if rate is not None:
                 self.set_rate(rate)
         except BaseException:

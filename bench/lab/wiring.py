@@ -13,6 +13,7 @@ from .rate import segment, token_bucket
 
 MOST_HOSTS = 64
 INTERFACE = "eth0"  # of every host
+NETWORK = "10.0.0.0/24"
 PORT = 29500  # torchrun's; free, for a lab's first host has just been made
 
 
@@ -50,14 +51,31 @@ def build(hosts: int) -> list[str]:
     return lines
 
 
-def inside(host: int) -> list[str]:
-    """``ip`` lines for within a host: its loopback and its address. No IPv6: one host, one address."""
+def inside(host: int, congestion: str) -> list[str]:
+    """``ip`` lines for within a host: its loopback and its address. No IPv6: one host, one address.
+
+    Args:
+        host: its number.
+        congestion: control of its TCP connections, whatever the machine's own is.
+    """
     return [
         "link set lo up",
         f"link set {INTERFACE} addrgenmode none",
-        f"addr add {address(host)}/24 dev {INTERFACE}",
+        f"addr add {address(host)}/24 dev {INTERFACE} noprefixroute",
         f"link set {INTERFACE} up",
+        f"route add {NETWORK} dev {INTERFACE} scope link src {address(host)} congctl {congestion}",
     ]
+
+
+def congestion(available: str) -> str:
+    """The congestion control for hosts: cubic, Linux's default, or else reno, which every kernel has.
+
+    Not whatever this machine uses: bbr draws back every ten seconds to measure, and steps are then a sixth longer.
+
+    Args:
+        available: what ``/proc/sys/net/ipv4/tcp_available_congestion_control`` says.
+    """
+    return "cubic" if "cubic" in available.split() else "reno"
 
 
 def shape(device: str, rate: float | None) -> list[str]:

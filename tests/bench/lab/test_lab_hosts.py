@@ -13,7 +13,7 @@ import pytest
 
 from commlib.bench.lab import Lab, LabError, unavailable
 from commlib.bench.lab.keeper import NEEDED
-from commlib.bench.lab.wiring import cores
+from commlib.bench.lab.wiring import congestion, cores
 
 MakeLab = Callable[..., Lab]
 pytestmark = pytest.mark.alone
@@ -67,6 +67,18 @@ def resent(lab: Lab, host: int) -> int:
     out = subprocess.run([*lab.enter(host), "cat", "/proc/net/snmp"], capture_output=True, text=True, check=True).stdout
     names, counts = (line.split()[1:] for line in out.splitlines() if line.startswith("Tcp:"))
     return int(dict(zip(names, counts, strict=True))["RetransSegs"])
+
+
+def test_both_ends_of_a_connection_control_congestion_alike_whatever_the_machine_prefers(lab: MakeLab) -> None:
+    hosts, asked = lab(2, 100e6), "print(link.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).decode())"
+    server = start(hosts, 1, RECEIVE.replace("total, began", f"{asked}; total, began", 1))
+    assert server.stdout is not None
+    assert server.stdout.readline() == "listening\n"
+    code, sender, err = finish(start(hosts, 0, f"{SEND}    {asked}\n", "h1", 1000))
+    assert (code, err) == (0, "")
+    receiver = finish(server)[1].splitlines()[0]
+    used = congestion(Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text())
+    assert {sender.strip("\0\n"), receiver.strip("\0\n")} == {used}
 
 
 @pytest.mark.parametrize("rate", [20e6, 100e6])

@@ -1,11 +1,11 @@
-"""Who of the hosts has which cores."""
+"""Who of the hosts has which cores, and how TCP behaves there."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.bench.lab.wiring import cores
+from commlib.bench.lab.wiring import congestion, cores
 
 CPUS = st.lists(st.integers(0, 255), min_size=1, max_size=32, unique=True).map(sorted)
 
@@ -21,3 +21,8 @@ def test_hosts_have_equal_parts_of_the_cores_and_share_one_only_if_there_are_too
     assert max(used) - min(used) <= 1
     if n <= len(cpus):
         assert used == [1] * len(cpus)
+
+
+def test_tcp_is_linuxs_default_whatever_this_machine_prefers_and_reno_where_there_is_none() -> None:
+    assert congestion("reno bbr cubic\n") == "cubic"
+    assert congestion("reno bbr\n") == "reno"

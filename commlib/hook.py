@@ -213,8 +213,9 @@ class HookState:
         self._steps.begin(remembers=False)
         label, value = f"buckets of step {self._steps.count}", torch.zeros(1)
         one = Fence(value, [(meter, value.nbytes)])
-        self._steps.submitted(self._sequencer.single(label, one, value), last=True)
-        self._wait()
+        done = self._sequencer.here(label, one, value, self._meanwhile)
+        self._steps.submitted(done, last=True)
+        done.wait()
 
     def _exchanged(self, ended: float, buckets: Buckets) -> None:
         """That exchange is through."""

@@ -10,9 +10,10 @@ rank to rank, and collectives that do not match hang or corrupt. So:
 * A lane blocks on nothing but the works of the round before, which are already issued on this rank and, on
   each other rank, are issued by a thread that waits for this rank only in *earlier* rounds. So there is no cycle.
 
-Nothing waits in a callback, and the autograd thread waits for nothing. A bucket that is one collective, with nothing to
-compute after it, ends in the backend's own callback, without a lane: whoever waits for it is woken by one thread, not
-by one that had to be woken first. Its one round was issued like any other, so nothing changes in what groups see.
+Nothing waits in a callback, and the autograd thread waits for nothing but a fence (:meth:`Sequencer.here`), the last
+thing its group is asked for before that pass ends. A bucket that is one collective, with nothing to compute after it,
+ends in the backend's own callback, without a lane: whoever waits for it is woken by one thread, not by one that had to
+be woken first. Its one round was issued like any other, so nothing changes in what groups see.
 Times go to the meters of its own layers, and a layer is in one bucket under way at a time: no other thread writes them
 then. On CUDA it goes by a lane, whose ``wait`` makes streams wait for what Gloo copies back; a callback would not.
 
@@ -37,7 +38,6 @@ thread enqueues all rounds of a bucket on a side stream at once, on one communic
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import queue
 import threading
@@ -49,17 +49,7 @@ import torch
 from torch import Tensor
 
 from commlib.collective import Collective, Scope, scope_of
-
-
-@dataclasses.dataclass
-class _Trip:
-    """One bucket under way."""
-
-    label: str
-    rounds: Iterator[list[Collective]]
-    result: Tensor
-    future: torch.futures.Future[Tensor]
-    works: list[tuple[Any, Collective, float]] = dataclasses.field(default_factory=list)
+from commlib.exchange.trip import Trip, add_wire, through
 
 
 class Sequencer:
@@ -81,7 +71,7 @@ class Sequencer:
         self._groups = list(groups)
         self._lost = lost
         self._inline = inline
-        self._queues: list[queue.SimpleQueue[_Trip | None]] = []
+        self._queues: list[queue.SimpleQueue[Trip | None]] = []
         self._threads: list[threading.Thread] = []
         self._streams: dict[torch.device, Any] = {}
         self._failed: BaseException | None = None
@@ -101,7 +91,7 @@ class Sequencer:
         """
         cuda = result.device.type == "cuda"
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[result.device] if cuda else [])
-        trip = _Trip(label, rounds, result, future)
+        trip = Trip(label, rounds, result, future)
         if cuda:
             stream = self._stream(result.device)
             stream.wait_stream(torch.cuda.current_stream(result.device))
@@ -120,7 +110,7 @@ class Sequencer:
         """Like :meth:`submit`, of a bucket that is one collective of all ranks, with nothing to compute after it."""
         if self._inline or result.device.type == "cuda" or self._failed is not None:
             return self.submit(label, iter([[collective]]), result)
-        trip = _Trip(label, iter(()), result, torch.futures.Future())
+        trip = Trip(label, iter(()), result)
         self._issue(trip, [collective], 0)
         if trip.works:
             work = trip.works[0][0]
@@ -129,6 +119,35 @@ class Sequencer:
             else:  # a valve's
                 self._start()
                 self._queues[0].put(trip)
+        return trip.future
+
+    def here(
+        self, label: str, collective: Collective, result: Tensor, meanwhile: Callable[[], None], every: float = 1.0
+    ) -> torch.futures.Future[Tensor]:
+        """Like :meth:`single`, but it is this thread that waits, in C++: none is woken to wake it. Gloo, on the CPU.
+
+        Args:
+            label, collective, result: as there.
+            meanwhile: called every so many seconds; what it raises, the bucket fails with.
+            every: seconds.
+
+        Returns:
+            A future that is done.
+        """
+        trip = Trip(label, iter(()), result)
+        if self._failed is not None:
+            trip.fail(self._failed)
+            return trip.future
+        self._issue(trip, [collective], 0)
+        for work, _, start in trip.works:
+            try:
+                while not through(work, every):
+                    meanwhile()
+            except Exception as e:
+                self._fail(trip, e)
+                break
+            add_wire(collective, start)
+            trip.future.set_result(result)
         return trip.future
 
     def give_up(self, error: BaseException) -> BaseException:
@@ -178,7 +197,7 @@ class Sequencer:
         for t in self._threads:
             t.start()
 
-    def _lane(self, lane: int, queues: Sequence[queue.SimpleQueue[_Trip | None]]) -> None:
+    def _lane(self, lane: int, queues: Sequence[queue.SimpleQueue[Trip | None]]) -> None:
         torch.get_num_threads()  # a thread takes PyTorch's setting over when it asks; products before it has other bits
         while (trip := queues[lane - 1].get()) is not None:
             with self._on_stream(trip.result.device):
@@ -190,7 +209,7 @@ class Sequencer:
         for q in queues[lane : lane + 1]:
             q.put(None)
 
-    def _finish_round(self, trip: _Trip) -> None:
+    def _finish_round(self, trip: Trip) -> None:
         """Waits for the works of the last round; a failure becomes the trip's."""
         works, trip.works = trip.works, []
         for work, collective, start in works:
@@ -199,9 +218,9 @@ class Sequencer:
             except Exception as e:
                 self._fail(trip, e)
                 return
-            _add_wire(collective, start)
+            add_wire(collective, start)
 
-    def _ended(self, trip: _Trip, done: Any) -> None:
+    def _ended(self, trip: Trip, done: Any) -> None:
         """In the backend's thread: its only collective is through. (The work has not ended: no waiting for that.)"""
         try:
             done.value()
@@ -209,15 +228,15 @@ class Sequencer:
             threading.Thread(target=self._fail, args=(trip, e), name="commlib-roll-call", daemon=True).start()
             return
         works, trip.works = trip.works, []
-        _add_wire(*works[0][1:])
+        add_wire(*works[0][1:])
         trip.future.set_result(trip.result)
 
-    def _advance(self, trip: _Trip, lane: int) -> None:
+    def _advance(self, trip: Trip, lane: int) -> None:
         """Computes up to the trip's next round and issues it, or ends the trip."""
         if trip.future.done():  # it failed
             return
         if self._failed is not None:
-            _set_error(trip, self._failed)
+            trip.fail(self._failed)
             return
         try:
             batch = next(trip.rounds)
@@ -226,11 +245,11 @@ class Sequencer:
             return
         except Exception as e:
             self._failed = e
-            _set_error(trip, e)
+            trip.fail(e)
             return
         self._issue(trip, batch, 0 if self._inline else lane)
 
-    def _issue(self, trip: _Trip, batch: Sequence[Collective], lane: int) -> None:
+    def _issue(self, trip: Trip, batch: Sequence[Collective], lane: int) -> None:
         """Starts a round's collectives."""
         groups = self._groups[lane]
         try:
@@ -249,12 +268,12 @@ class Sequencer:
         for meter, n in c.payers:
             meter.add_sent(sent * n / total)
 
-    def _fail(self, trip: _Trip, error: BaseException) -> None:
+    def _fail(self, trip: Trip, error: BaseException) -> None:
         """After one failure the ranks are out of step for good: every later bucket fails with the same error."""
         with self._failing:  # hook and lanes may fail at once: one roll call is enough
             if self._failed is None:
                 self._failed = self._lost(trip.label, error)
-        _set_error(trip, self._failed)
+        trip.fail(self._failed)
 
     # -- streams --------------------------------------------------------------------------------
 
@@ -269,15 +288,3 @@ class Sequencer:
         stream = torch.cuda.stream(self._stream(device)) if device.type == "cuda" else contextlib.nullcontext()
         with stream, torch.no_grad():
             yield
-
-
-def _add_wire(collective: Collective, start: float) -> None:
-    """A collective that was issued at ``start`` is through."""
-    seconds = time.perf_counter() - start
-    total = sum(n for _, n in collective.payers) or 1
-    for meter, n in collective.payers:
-        meter.add_wire(seconds * n / total)
-
-
-def _set_error(trip: _Trip, error: BaseException) -> None:
-    trip.future.set_exception(error)  # type: ignore[arg-type]  # its stub asks for a result

@@ -1,7 +1,8 @@
-"""What a lane computes."""
+"""What a lane computes, and what the thread that asks waits for itself."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -37,3 +38,56 @@ def products(world: World) -> list[Tensor]:
 def test_a_lane_multiplies_with_as_many_threads_as_any_other_so_that_bits_do_not_depend_on_when(fleet: Fleet) -> None:
     for mine, lanes in fleet.run(2, products):
         assert torch.equal(mine, lanes)
+
+
+def waited(world: World, late: float) -> tuple[float, int, float]:
+    """A sum for which rank 0 is late."""
+    groups: list[dict[Scope, Any]] = [{"world": dist.group.WORLD}]
+    sequencer, value, looks = Sequencer(groups, lambda what, error: error, inline=False), torch.ones(1), []
+    if world.rank == 0:
+        time.sleep(late)
+    future = sequencer.here("a fence", AllReduce(value), value, lambda: looks.append(time.monotonic()), every=0.05)
+    assert future.done()
+    assert future.wait() is value
+    sequencer.close()
+    return float(value), len(looks), sequencer.wire_bytes
+
+
+@pytest.mark.slow
+def test_whoever_waits_here_looks_around_meanwhile_and_gets_the_sum(fleet: Fleet) -> None:
+    (value, _, sent), (same, looks, _) = fleet.run(2, waited, 1.0)
+    assert value == same == 2.0
+    assert sent == 4.0
+    assert 5 <= looks <= 25
+
+
+def gives_up(world: World) -> tuple[bool, bool]:
+    """Two lose patience with a third, which comes much later, and nothing is issued after that."""
+    own: Any = dist.new_group()
+    groups: list[dict[Scope, Any]] = [{"world": own}]
+    if world.rank == 2:
+        time.sleep(2.0)
+        own.allreduce([torch.ones(1)]).wait()
+        return True, True
+    sequencer = Sequencer(groups, lambda what, error: error, inline=False)
+
+    def look() -> None:
+        raise sequencer.give_up(KeyError("nobody comes"))
+
+    futures = [sequencer.here(what, AllReduce(torch.ones(1)), torch.ones(1), look, every=0.1) for what in "ab"]
+    sent = sequencer.wire_bytes
+    sequencer.close()
+    return all(isinstance(_error(f), KeyError) for f in futures), sent == 4 / 3 * 4
+
+
+def _error(future: torch.futures.Future[Tensor]) -> BaseException | None:
+    try:
+        future.wait()
+    except Exception as e:
+        return e
+    return None
+
+
+@pytest.mark.slow
+def test_what_looking_around_has_found_is_the_error_of_that_bucket_and_of_all_later_ones(fleet: Fleet) -> None:
+    assert fleet.run(3, gives_up) == [(True, True)] * 3

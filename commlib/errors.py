@@ -7,6 +7,7 @@
     └── CommlibError               the world's: other ranks, files, the network
         ├── PlanMismatch           ranks attached different codecs, models or commlib versions
         ├── PeerLost               a rank did not answer, or left, before the deadline
+        ├── ProtocolError          what a peer sent is not what was agreed on
         ├── CheckpointMismatch     a checkpoint that does not fit this model or set-up
         └── MissingDependency      an optional package is needed; the message says what to install
 
@@ -29,6 +30,10 @@ class PlanMismatch(CommlibError):
 
 class PeerLost(CommlibError):
     """A rank is missing: it never came, it left, or it answered too late."""
+
+
+class ProtocolError(CommlibError):
+    """A message that is no message of ours, or not the one that is due; it says what is wrong with it."""
 
 
 class CheckpointMismatch(CommlibError):

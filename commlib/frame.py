@@ -155,43 +155,44 @@ def decode(buffers: Sequence[Buffer], limits: Limits = DEFAULT) -> Frame:
 # -- the header, field by field -----------------------------------------------------------------
 
 
-def _whole(most: int) -> Callable[[Any, Limits], str | None]:
+_Check = Callable[[Any, Limits], str | None]
+"""What is wrong with a value; None if nothing is."""
+
+
+def _whole(most: int) -> _Check:
     def wrong(value: Any, limits: Limits) -> str | None:
         return None if type(value) is int and 0 <= value <= most else f"no whole number from 0 to {most}"
 
     return wrong
 
 
-def _text(length: Callable[[Limits], int]) -> Callable[[Any, Limits], str | None]:
+def _text(length: Callable[[Limits], int]) -> _Check:
     def wrong(value: Any, limits: Limits) -> str | None:
         return None if type(value) is str and len(value) <= length(limits) else f"no text up to {length(limits)}"
 
     return wrong
 
 
-def _keys(value: Any, limits: Limits) -> str | None:
-    if type(value) is not tuple or len(value) > limits.keys:
-        return f"no list of up to {limits.keys}"
-    return next((w for k in value if (w := _text(lambda most: most.key)(k, limits))), None)
+def _list(each: _Check, length: Callable[[Limits], int]) -> _Check:
+    def wrong(value: Any, limits: Limits) -> str | None:
+        if type(value) is not tuple or len(value) > length(limits):
+            return f"no list of up to {length(limits)}"
+        return next((why for v in value if (why := each(v, limits))), None)
 
-
-def _shape(value: Any, limits: Limits) -> str | None:
-    if type(value) is not tuple or len(value) > limits.dims:
-        return f"no list of up to {limits.dims}"
-    return next((w for n in value if (w := _whole(1 << 48)(n, limits))), None)
+    return wrong
 
 
 def _dtype(value: Any, limits: Limits) -> str | None:
     return None if type(value) is str and value in ("", *DTYPES) else f"not one of {', '.join(DTYPES)}"
 
 
-_FIELDS: Mapping[str, Callable[[Any, Limits], str | None]] = {
+_FIELDS: Mapping[str, _Check] = {
     "sender": _whole((1 << 31) - 1),
     "number": _whole((1 << 63) - 1),
     "clock": _whole((1 << 63) - 1),
-    "keys": _keys,
+    "keys": _list(_text(lambda most: most.key), lambda most: most.keys),
     "dtype": _dtype,
-    "shape": _shape,
+    "shape": _list(_whole(1 << 48), lambda most: most.dims),
     "codec": _text(lambda most: most.key),
     "flags": _whole((1 << 32) - 1),
     "note": _text(lambda most: most.note),

@@ -70,7 +70,7 @@ def inside(host: int, congestion: str) -> list[str]:
 def congestion(available: str) -> str:
     """The congestion control for hosts: cubic, Linux's default, or else reno, which every kernel has.
 
-    Not whatever this machine uses: bbr draws back every ten seconds to measure, and steps are then a sixth longer.
+    Not whatever this machine uses: bbr draws back every ten seconds to measure, and steps are then longer by a tenth.
 
     Args:
         available: what ``/proc/sys/net/ipv4/tcp_available_congestion_control`` says.

@@ -108,7 +108,7 @@ class Hierarchy:
         """This rank among its counterparts: the node, and how many there are."""
         return World(self.node, len(self.nodes))
 
-    def cut(self, codec: Compressor, spec: LayerSpec) -> list[Stripe]:
+    def cut(self, codec: Compressor, spec: LayerSpec) -> tuple[Stripe, ...]:
         """The rows of a layer that each local rank exchanges between nodes; a scalar is one row."""
         return stripes(codec, spec, self.local.size)
 

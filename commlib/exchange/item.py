@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -40,7 +41,8 @@ class Stripe:
     spec: LayerSpec
 
 
-def cut(spec: LayerSpec, count: int, unit: int) -> list[Stripe]:
+@functools.lru_cache(maxsize=4096)  # every step asks the same of every layer
+def cut(spec: LayerSpec, count: int, unit: int) -> tuple[Stripe, ...]:
     """A layer's rows in so many stripes, at multiples of ``unit``.
 
     What does not divide goes to the first ones; some may be empty. A scalar is one row.
@@ -49,7 +51,7 @@ def cut(spec: LayerSpec, count: int, unit: int) -> list[Stripe]:
     height = spec.shape[0]
     units = -(-height // unit)
     cuts = [min(height, unit * (units // count * p + min(p, units % count))) for p in range(count + 1)]
-    return [Stripe(a, b, spec.row_slice(a, b)) for a, b in pairwise(cuts)]
+    return tuple(Stripe(a, b, spec.row_slice(a, b)) for a, b in pairwise(cuts))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from commlib.scratch import scratch
 ROUNDS = 2
 
 
-def stripes(codec: Compressor, spec: LayerSpec, world: int) -> list[Stripe]:
+def stripes(codec: Compressor, spec: LayerSpec, world: int) -> tuple[Stripe, ...]:
     """One contiguous stripe a rank; see :func:`commlib.exchange.item.cut`."""
     return cut(spec, world, codec.stripe_rows(spec))
 

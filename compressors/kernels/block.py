@@ -104,6 +104,18 @@ def _sides(carried: bool) -> Any:
     return intrinsic(typed)
 
 
+def _ask_64(typing: Any, array: Any, index: Any) -> Any:
+    """An intrinsic (float32 array, index)."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        start = builder.gep(context.make_array(signature.args[0])(context, builder, args[0]).data, [args[1]])
+        for i in range(0, WIDTH, LINE // 4):
+            _ask(builder, builder.gep(start, [ir.Constant(_NUMBER, i)]))
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
+
+
 def _less(past: bool) -> Any:
     """An intrinsic (v, low, up, out, index): 64 values less ``up`` where they are ≥ 0, else less ``low``."""
 
@@ -125,5 +137,7 @@ sides, sides_joined = _sides(carried=False), _sides(carried=True)
 
 ``sums[1]`` is the sum of the others, both as ``sums.fold`` has them. Float32, and 128 bytes.
 """
+ask: Any = intrinsic(_ask_64)
+"""(float32 array, index): 64 values that are read soon come to the second cache meanwhile, if they are there."""
 less, less_past = _less(past=False), _less(past=True)
 """(float32 array, low, up, float32 array, index): 64 values less the mean of their side, into either array."""

@@ -153,21 +153,38 @@ def two_means_encode(
         mean_low = folded(lows, blocks, low) / np.float32(max(1, end - start - ones))
         mean_up = folded(ups, blocks, up) / np.float32(max(1, ones))
         means[2 * c], means[2 * c + 1] = mean_low, mean_up
-        if carried:
-            take(whole, mean_low, mean_up, v[start:end], past)
+        if past:
+            take_past(whole, mean_low, mean_up, v[start:end], x[start:], old[start:])
+        elif carried:
+            take(whole, mean_low, mean_up, v[start:end])
     if past:
         vector.fence()
 
 
 @jit
-def take(v: Floats, low: Scalar, up: Scalar, rest: Floats, past: bool) -> None:
-    """What is left of values when the mean of their side is sent; ``rest`` may be ``v``, and then not ``past``."""
+def take(v: Floats, low: Scalar, up: Scalar, rest: Floats) -> None:
+    """What is left of values when the mean of their side is sent; ``rest`` may be ``v``."""
     whole = len(v) // vector.WIDTH * vector.WIDTH
     for i in range(0, whole, vector.WIDTH):
-        if past:
-            block.less_past(v, low, up, rest, i)
-        else:
-            block.less(v, low, up, rest, i)
+        block.less(v, low, up, rest, i)
+    for i in range(whole, len(v)):
+        rest[i] = v[i] - (up if v[i] >= ZERO else low)
+
+
+@jit
+def take_past(v: Floats, low: Scalar, up: Scalar, rest: Floats, x: Floats, old: Floats) -> None:
+    """As :func:`take`, past the caches. ``x`` and ``old``, from where ``v`` was made of them, have the next column.
+
+    It comes meanwhile: its second half is asked for here, for the first one was where ``v`` was made.
+    """
+    whole = len(v) // vector.WIDTH * vector.WIDTH
+    far = len(v) + len(v) // 2
+    for i in range(0, whole, 2 * vector.WIDTH):
+        block.ask(x, far + i // 2)
+        block.less_past(v, low, up, rest, i)
+        if i + vector.WIDTH < whole:
+            block.ask(old, far + i // 2)
+            block.less_past(v, low, up, rest, i + vector.WIDTH)
     for i in range(whole, len(v)):
         rest[i] = v[i] - (up if v[i] >= ZERO else low)
 
@@ -227,7 +244,7 @@ def sign_encode(x: Floats, old: Floats, v: Floats, carried: bool, mean: Floats, 
     size = folded(sums, blocks, half) / np.float32(n)
     mean[0] = size
     if carried:
-        take(v, -size, size, v, False)
+        take(v, -size, size, v)
 
 
 @jit

@@ -6,9 +6,9 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
+from commlib import pages
 from commlib.compressor import LayerSpec, Memory, Slot, init_slot
 from commlib.slots import NODE, OWNER
 
@@ -61,7 +61,9 @@ class MemoryStore:
                 pair = None
             if pair is None:
                 first = init_slot(slot, spec, seed=_layer_seed(spec.name))
-                pair = layer[prefix + key] = _Pair(slot, [first, torch.empty_like(first)], start=start)
+                pair = layer[prefix + key] = _Pair(
+                    slot, [first, pages.zeros(first.shape, first.dtype, first.device)], start=start
+                )
             old[key], new[key] = pair.tensors[pair.live], pair.tensors[1 - pair.live]
             self._will_write(pair, filled=True)
         return Memory(old, new)
@@ -160,7 +162,7 @@ class MemoryStore:
         """Puts a committed value back, given in unscaled units."""
         pair = self._pairs.setdefault(name, {}).get(key)
         if pair is None or pair.slot.shape != slot.shape:
-            pair = _Pair(slot, [torch.empty_like(value), torch.empty_like(value)], start=start)
+            pair = _Pair(slot, [pages.zeros(value.shape, value.dtype, value.device) for _ in range(2)], start=start)
             self._pairs[name][key] = pair
         live = pair.tensors[pair.live]
         live.copy_(value)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from commlib import pages
+
 
 class _Held(threading.local):
     def __init__(self) -> None:
@@ -35,5 +37,5 @@ def scratch(what: str, shape: Sequence[int], dtype: torch.dtype, device: torch.d
     size, key = math.prod(shape), (what, dtype, device)
     held = _held.tensors.get(key)
     if held is None or len(held) < size:
-        held = _held.tensors[key] = torch.empty(size, dtype=dtype, device=device)
+        held = _held.tensors[key] = pages.zeros((size,), dtype, device)
     return held[:size].view(tuple(shape))

@@ -1,0 +1,72 @@
+"""How much may be on its way to a peer that does not take it: back-pressure, counted by both sides. Pure.
+
+The sender holds back what does not fit into the window, the receiver tells from time to time how much it has taken in
+all. So what a slow reader has yet to read is bounded, whatever lies between the two, and nothing is dropped.
+"""
+
+from __future__ import annotations
+
+from commlib.errors import ProtocolError
+from commlib.frame import Frame
+
+WINDOW = 64 << 20
+"""Bytes that may be on their way to one peer; a larger frame goes alone."""
+_EACH = 1024  # so much a frame costs besides its parts: many empty ones fill a window, too
+
+
+def cost(frame: Frame) -> int:
+    """What a frame takes of the window, bytes."""
+    return frame.nbytes + _EACH
+
+
+class Sender:
+    """Of frames to one peer.
+
+    Args:
+        window: bytes.
+    """
+
+    def __init__(self, window: int = WINDOW) -> None:
+        self._window, self._sent, self._taken = window, 0, 0
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that the peer has not told of having taken."""
+        return self._sent - self._taken
+
+    def admits(self, frame: Frame) -> bool:
+        """Whether it may go now."""
+        return self.waiting == 0 or self.waiting + cost(frame) <= self._window
+
+    def sent(self, frame: Frame) -> None:
+        """It goes."""
+        self._sent += cost(frame)
+
+    def taken(self, total: int) -> None:
+        """The peer has taken so much since the beginning.
+
+        Raises:
+            ProtocolError: that is more than was sent, or less than it has told before.
+        """
+        if not self._taken <= total <= self._sent:
+            raise ProtocolError(f"it has taken {total} bytes, of {self._sent}, after {self._taken}")
+        self._taken = total
+
+
+class Receiver:
+    """Of a peer's frames.
+
+    Args:
+        window: the sender's, bytes.
+    """
+
+    def __init__(self, window: int = WINDOW) -> None:
+        self._step, self._taken, self._told = window // 4, 0, 0
+
+    def take(self, frame: Frame) -> int | None:
+        """One is taken. Returns the total to tell the sender of, if it is time to."""
+        self._taken += cost(frame)
+        if self._taken - self._told < self._step:
+            return None
+        self._told = self._taken
+        return self._told

@@ -2,9 +2,11 @@
 
 ::
 
-    hello ──▶ data, data, … ──▶ bye
-      │          │
-      └──────────┴────▶ error (why it gives up)
+    hello ──▶ data, taken, data, … ──▶ bye
+      │            │
+      └────────────┴────▶ error (why it gives up)
+
+``taken`` tells how much has been taken of what came the other way (:mod:`commlib.credit`).
 
 :class:`Outgoing` numbers one side's frames, :class:`Incoming` holds the other's against this picture: a frame that is
 truncated, too large, of another version, out of order, repeated or missing is a :class:`ProtocolError` that says which.
@@ -18,10 +20,11 @@ from typing import Any
 from commlib.errors import ProtocolError
 from commlib.frame import DEFAULT, Buffer, Frame, Limits, decode, encode
 
-_OPEN = frozenset({"hello", "data"})
+_OPEN = frozenset({"hello", "data", "taken"})
 _AFTER: Mapping[str, frozenset[str]] = {
     "hello": frozenset({""}),
     "data": _OPEN,
+    "taken": _OPEN,
     "bye": _OPEN,
     "error": _OPEN | {""},
 }
@@ -34,10 +37,11 @@ class Outgoing:
     Args:
         sender: this rank.
         limits: the peer's.
+        session: its mark, in every frame.
     """
 
-    def __init__(self, sender: int, limits: Limits = DEFAULT) -> None:
-        self._sender, self._limits = sender, limits
+    def __init__(self, sender: int, limits: Limits = DEFAULT, *, session: int = 0) -> None:
+        self._sender, self._limits, self._session = sender, limits, session
         self._order = _Order()
 
     def frame(self, kind: str, **fields: Any) -> list[Buffer]:
@@ -46,7 +50,7 @@ class Outgoing:
         Raises:
             ValueError: the frame is bad, or its kind may not come now.
         """
-        frame = Frame(kind, self._sender, self._order.count, **fields)
+        frame = Frame(kind, self._sender, self._order.count, session=self._session, **fields)
         buffers = encode(frame, self._limits)
         wrong = self._order.wrong(frame)
         if wrong:
@@ -66,12 +70,17 @@ class Incoming:
     def __init__(self, sender: int, limits: Limits = DEFAULT) -> None:
         self._sender, self._limits = sender, limits
         self._order = _Order()
+        self._session: int | None = None
         self._failed: str | None = None
 
     @property
     def ended(self) -> bool:
         """Whether it has said goodbye, or why it gives up."""
         return self._order.last in ("bye", "error")
+
+    def awaits(self, frame: Frame) -> bool:
+        """Whether this may well be the next one, over whatever connection it came."""
+        return (frame.session, frame.number) == (self._session, self._order.count)
 
     def take(self, buffers: Sequence[Buffer]) -> Frame:
         """The next frame.
@@ -85,6 +94,10 @@ class Incoming:
             frame = decode(buffers, self._limits)
             if frame.sender != self._sender:
                 raise ProtocolError(f"a frame of rank {frame.sender}")
+            if self._session is None:
+                self._session = frame.session
+            if frame.session != self._session:
+                raise ProtocolError("a frame of another session")
             wrong = self._order.wrong(frame)
             if wrong:
                 raise ProtocolError(wrong)

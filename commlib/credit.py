@@ -1,7 +1,9 @@
 """How much may be on its way to a peer that does not take it: back-pressure, counted by both sides. Pure.
 
-The sender holds back what does not fit into the window, the receiver tells from time to time how much it has taken in
-all. So what a slow reader has yet to read is bounded, whatever lies between the two, and nothing is dropped.
+The sender holds back what does not fit into the window. The receiver tells from time to time how much it has taken in
+all: whenever that is a quarter of the window more than it told before. So a sender that counts less than a quarter as
+waiting may have all of it taken without being told; a frame larger than the window goes then. What a slow reader has
+yet to read is bounded, whatever lies between the two, and nothing is dropped.
 """
 
 from __future__ import annotations
@@ -10,8 +12,13 @@ from commlib.errors import ProtocolError
 from commlib.frame import Frame
 
 WINDOW = 64 << 20
-"""Bytes that may be on their way to one peer; a larger frame goes alone."""
+"""Bytes that may be on their way to one peer; a larger frame goes when most of that has been taken."""
 _EACH = 1024  # so much a frame costs besides its parts: many empty ones fill a window, too
+
+
+def _step(window: int) -> int:
+    """The receiver tells of so many bytes."""
+    return max(1, window // 4)
 
 
 def cost(frame: Frame) -> int:
@@ -36,7 +43,7 @@ class Sender:
 
     def admits(self, frame: Frame) -> bool:
         """Whether it may go now."""
-        return self.waiting == 0 or self.waiting + cost(frame) <= self._window
+        return self.waiting < _step(self._window) or self.waiting + cost(frame) <= self._window
 
     def sent(self, frame: Frame) -> None:
         """It goes."""
@@ -61,7 +68,7 @@ class Receiver:
     """
 
     def __init__(self, window: int = WINDOW) -> None:
-        self._step, self._taken, self._told = window // 4, 0, 0
+        self._step, self._taken, self._told = _step(window), 0, 0
 
     def take(self, frame: Frame) -> int | None:
         """One is taken. Returns the total to tell the sender of, if it is time to."""

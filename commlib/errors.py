@@ -8,6 +8,7 @@
         ├── PlanMismatch           ranks attached different codecs, models or commlib versions
         ├── PeerLost               a rank did not answer, or left, before the deadline
         ├── ProtocolError          what a peer sent is not what was agreed on
+        ├── AuthenticationError    a key that is missing, not allowed, or readable by others
         ├── CheckpointMismatch     a checkpoint that does not fit this model or set-up
         └── MissingDependency      an optional package is needed; the message says what to install
 
@@ -34,6 +35,10 @@ class PeerLost(CommlibError):
 
 class ProtocolError(CommlibError):
     """A message that is no message of ours, or not the one that is due; it says what is wrong with it."""
+
+
+class AuthenticationError(CommlibError):
+    """A key that is missing, that a peer does not allow, or that others may read."""
 
 
 class CheckpointMismatch(CommlibError):

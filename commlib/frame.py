@@ -2,7 +2,8 @@
 
 ::
 
-    buffer 0    b"cml"  version (1 byte)  msgpack [kind, sender, number, clock, keys, dtype, shape, codec, flags, note]
+    buffer 0    b"cml"  version (1 byte)  msgpack [kind, sender, number, clock, keys, dtype, shape, codec, flags, note,
+                                                   session]
     buffer 1 …  the parts: raw bytes, as many as the kind allows, never copied
 
 The version stands before all that it governs, so that a peer of another one is told so. Every length has a limit, and
@@ -75,7 +76,13 @@ class Kind:
     parts: int = 0
 
 
-KINDS: Mapping[str, Kind] = {"hello": Kind(0), "data": Kind(1, parts=8), "bye": Kind(2), "error": Kind(3)}
+KINDS: Mapping[str, Kind] = {
+    "hello": Kind(0),
+    "data": Kind(1, parts=8),
+    "bye": Kind(2),
+    "error": Kind(3),
+    "taken": Kind(4),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +100,7 @@ class Frame:
         codec: spec that the first part is coded by; empty: the values themselves.
         flags: 32 bits, whose meaning is the kind's user's.
         note: words for people.
+        session: of the sender's conversation with this peer: a number that it drew, and others cannot know.
         parts: raw bytes; those of a decoded frame are the buffers that came.
     """
 
@@ -106,6 +114,7 @@ class Frame:
     codec: str = ""
     flags: int = 0
     note: str = ""
+    session: int = 0
     parts: tuple[Buffer, ...] = ()
 
     @property
@@ -196,6 +205,7 @@ _FIELDS: Mapping[str, _Check] = {
     "codec": _text(lambda most: most.key),
     "flags": _whole((1 << 32) - 1),
     "note": _text(lambda most: most.note),
+    "session": _whole((1 << 63) - 1),
 }
 """In the order of the wire, after the kind."""
 

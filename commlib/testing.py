@@ -19,6 +19,8 @@ which shape, unless (each has a function of its own):
 ``check_reducible``    decode(Σ payloads) = Σ decoded payloads
 =====================  ============================================================================
 
+Of a transport: ``check_endpoint(make)``; see :mod:`commlib.endpoint_contract`.
+
 Needs torch only, so a third party's tests can import it. Everything follows from ``seed``.
 """
 
@@ -31,6 +33,7 @@ import torch
 
 from commlib import registry
 from commlib.compressor import Compressor, LayerSpec, Memory
+from commlib.endpoint_contract import check_endpoint as check_endpoint
 from commlib.exchange.item import scales_of
 from commlib.feedback import ErrorFeedback
 from commlib.trial import close, decode, encode, normal, raises, require, roundtrip, same, seeds, standard_error

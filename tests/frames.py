@@ -21,10 +21,12 @@ FRAMES = {
         shape=(2, 3),
         codec="onebit",
         flags=5,
+        session=0x5EC2E7,
         parts=(b"\x01\x02\x03", b""),
     ),
     "bye": Frame("bye", 0, number=1),
     "error": Frame("error", 2, number=9, clock=4, note="rank 1 did not come to all_reduce 4 within 5 s"),
+    "taken": Frame("taken", 1, number=3, clock=1 << 40, session=1),
 }
 
 _texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -56,6 +58,7 @@ def _of_kind(draw: st.DrawFn, kind: str) -> Frame:
         codec,
         draw(st.integers(0, (1 << 32) - 1)),
         draw(_texts),
+        draw(st.integers(0, (1 << 63) - 1)),
         tuple(parts),
     )
 

@@ -44,7 +44,7 @@ def header(*values: object, version: int = VERSION) -> bytes:
     return MAGIC + bytes([version]) + packed
 
 
-GOOD: tuple[object, ...] = (1, 0, 0, 0, [], "", [], "", 0, "")
+GOOD: tuple[object, ...] = (1, 0, 0, 0, [], "", [], "", 0, "", 0)
 
 
 def test_the_header_that_the_bad_ones_below_differ_from_is_good() -> None:
@@ -64,10 +64,10 @@ def test_the_header_that_the_bad_ones_below_differ_from_is_good() -> None:
         ([MAGIC + bytes([VERSION])], "cannot be read"),
         ([MAGIC + bytes([VERSION]) + b"\xdd\xff\xff\xff\xff"], "cannot be read"),  # a list of 4 G fields
         ([MAGIC + bytes([VERSION]) + b"\x91" * 60_000], "cannot be read"),  # lists in lists
-        ([header(*GOOD[:-1])], "no list of 10 fields"),
-        ([MAGIC + bytes([VERSION]) + msgpack.packb(5)], "no list of 10 fields"),
+        ([header(*GOOD[:-1])], "no list of 11 fields"),
+        ([MAGIC + bytes([VERSION]) + msgpack.packb(5)], "no list of 11 fields"),
         ([bytes(DEFAULT.header + 1)], "a header of 65537 bytes, of which 65536 are allowed"),
-        ([header(9, *GOOD[1:])], "unknown kind 9 (known: hello, data, bye, error)"),
+        ([header(9, *GOOD[1:])], "unknown kind 9 (known: hello, data, bye, error, taken)"),
         ([header(True, *GOOD[1:])], "unknown kind True"),
         ([header("data", *GOOD[1:])], "unknown kind 'data'"),
         ([header(1, -1, *GOOD[2:])], "its sender -1 is no whole number from 0 to 2147483647"),
@@ -80,14 +80,15 @@ def test_the_header_that_the_bad_ones_below_differ_from_is_good() -> None:
         ([header(1, 0, 0, 0, [], "float31", *GOOD[6:])], "its dtype 'float31' is not one of bool"),
         ([header(1, 0, 0, 0, [], "", [1] * 17, *GOOD[7:])], "is no list of up to 16"),
         ([header(1, 0, 0, 0, [], "", [-1], *GOOD[7:])], "its shape (-1,) is no whole number"),
-        ([header(*GOOD[:7], "x" * 257, 0, "")], "is no text up to 256"),
-        ([header(*GOOD[:8], 1 << 32, "")], "its flags 4294967296"),
-        ([header(*GOOD[:9], "x" * 4097)], "is no text up to 4096"),
+        ([header(*GOOD[:7], "x" * 257, *GOOD[8:])], "is no text up to 256"),
+        ([header(*GOOD[:8], 1 << 32, *GOOD[9:])], "its flags 4294967296"),
+        ([header(*GOOD[:9], "x" * 4097, 0)], "is no text up to 4096"),
+        ([header(*GOOD[:10], 1 << 63)], "its session 9223372036854775808"),
         ([header(*GOOD), *[b""] * 9], "it has 9 parts, of which 8 are allowed"),
         ([header(2, *GOOD[1:]), b""], "a bad 'bye' frame: it has 1 parts, of which 0 are allowed"),
-        ([header(1, 0, 0, 0, [], "float32", [3], "", 0, ""), b"12345678901"], "are 12 bytes, and 11 came"),
-        ([header(1, 0, 0, 0, [], "float32", [3], "", 0, "")], "are 12 bytes, and 0 came"),
-        ([header(1, 0, 0, 0, [], "uint8", [1 << 48] * 16, "", 0, ""), b"1"], "and 1 came"),
+        ([header(1, 0, 0, 0, [], "float32", [3], "", 0, "", 0), b"12345678901"], "are 12 bytes, and 11 came"),
+        ([header(1, 0, 0, 0, [], "float32", [3], "", 0, "", 0)], "are 12 bytes, and 0 came"),
+        ([header(1, 0, 0, 0, [], "uint8", [1 << 48] * 16, "", 0, "", 0), b"1"], "and 1 came"),
     ],
 )
 def test_what_is_no_frame_is_refused_in_words_that_say_why(buffers: list[bytes], said: str) -> None:

@@ -1,0 +1,227 @@
+"""A rank's door to others: frames go out and come in, in order for each peer, and none is lost without a word.
+
+Here is what all transports share: who is who (:mod:`commlib.peers`), how much may be on its way
+(:mod:`commlib.credit`), whose turn it is to read (:mod:`commlib.turns`), deadlines, and the end. A transport adds how
+buffers travel: ``_open``, ``_put``, ``_take`` and ``_shut``.
+
+Ordering: a frame gets its number and is handed over under its peer's own lock. What comes is sorted under the lock of
+Turns, by one thread at a time. The first is never waited for while the second is held, nor is either held while a
+thread waits for the network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
+
+from commlib import credit
+from commlib.errors import CommlibError, PeerLost
+from commlib.frame import DEFAULT, Buffer, Frame, Limits
+from commlib.peers import Arrival, Peer, Peers
+from commlib.turns import Turns
+
+E = TypeVar("E", bound="Endpoint")
+
+
+class Sent(Protocol):
+    """A frame that is on its way."""
+
+    def wait(self, timeout: float) -> bool:
+        """Whether its parts may be written to again, within so many seconds."""
+
+
+class Endpoint(ABC):
+    """A context manager, for any number of threads.
+
+    Args:
+        rank: this one's.
+        job: endpoints of another one are strangers.
+        timeout: seconds that anything waits where it is not told otherwise.
+        limits: of a frame.
+        window: bytes on their way to one peer at most, and a larger frame. The same on all ranks.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        job: str = "",
+        timeout: float = 60.0,
+        limits: Limits = DEFAULT,
+        window: int = credit.WINDOW,
+    ) -> None:
+        if not timeout > 0 or window < 1:
+            raise ValueError(f"timeout and window must be above 0, got {timeout} s and {window} bytes")
+        self.rank, self._job, self._timeout, self._window = rank, job, timeout, window
+        self._limits = limits
+        self._peers = Peers(rank, job, limits, window)
+        self._turns: Turns[Arrival] = Turns(self._take, self._peers.deliver)
+        self._closed = threading.Event()
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """Where others reach it."""
+
+    @property
+    def refused(self) -> int:
+        """Frames of strangers, and of such as pretended to be another."""
+        return self._peers.refused
+
+    def connect(self, peer: int, address: str, *, key: str | None = None) -> None:
+        """Opens the way to a peer and says hello. It need not be there yet; that it never comes is told by a deadline.
+
+        Frames go both ways only if it connects to this one, too.
+
+        Args:
+            peer: its rank.
+            address: its :attr:`address`.
+            key: its public key, where the transport has such.
+
+        Raises:
+            ValueError: a bad address or key, or there is a way to this peer already.
+            CommlibError: the endpoint is closed.
+        """
+        with self._turns.lock:
+            self._check_open()
+            to = self._peers.of(peer)
+            if to.address is not None:
+                raise ValueError(f"rank {peer} is reached at {to.address} already")
+            to.address = address
+        try:
+            with to.sending:
+                self._open(peer, address, key)
+                self._put(peer, to.out.frame("hello", keys=(self._job,)))
+        except BaseException:
+            to.address = None
+            raise
+
+    def send(self, peer: int, *, timeout: float | None = None, **fields: Any) -> Sent:
+        """Sends a frame. Its parts are not copied, and must not be written to before what is returned says so.
+
+        Args:
+            peer: connected.
+            timeout: seconds to wait for the peer to take what it was sent before.
+            fields: of :class:`~commlib.frame.Frame`: clock, keys, dtype, shape, codec, flags, note, parts.
+
+        Raises:
+            ValueError: a bad frame, or no way to this peer.
+            PeerLost: it takes nothing, has said goodbye, or what it said was wrong.
+            CommlibError: the endpoint is closed.
+        """
+        with self._turns.lock:
+            to = self._peers.of(peer)
+        if to.address is None:
+            raise ValueError(f"rank {self.rank} has no way to rank {peer}: connect({peer}, its address) first")
+        frame = Frame("data", self.rank, **fields)
+        seconds = self._timeout if timeout is None else timeout
+        if self._turns.wait(functools.partial(self._admitted, to, frame), time.monotonic() + seconds) is None:
+            raise PeerLost(
+                f"rank {peer} has not taken what rank {self.rank} sent to {to.address} for {seconds:g} s: "
+                f"{to.credit.waiting} bytes are on their way, {self._window} may be; {to.news()}"
+            )
+        return self._say(to, "data", **fields)
+
+    def recv(self, peer: int | None = None, *, timeout: float | None = None) -> Frame:
+        """The next frame of a peer, or of any: then, of those that wait, the one that came first.
+
+        Its parts are the buffers that came.
+
+        Raises:
+            PeerLost: nothing came in time, the peer has said goodbye, or what it said was wrong. (Of any, told once.)
+            CommlibError: the endpoint is closed.
+        """
+        whose = None
+        if peer is not None:
+            with self._turns.lock:
+                whose = self._peers.of(peer)
+        seconds = self._timeout if timeout is None else timeout
+        found = self._turns.wait(functools.partial(self._next, whose), time.monotonic() + seconds)
+        if found is None:
+            who = "any rank" if whose is None else f"rank {peer}: {whose.news()}"
+            raise PeerLost(f"rank {self.rank} waited {seconds:g} s, and nothing came from {who}")
+        sender, frame, total = found
+        if total is not None and sender.address is not None:
+            self._say(sender, "taken", clock=total)
+        return frame
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Says goodbye; what was sent leaves before, for so many seconds at most. Again: nothing."""
+        self._end("bye", "", timeout)
+
+    def abort(self, why: str) -> None:
+        """Tells the peers why, as well as that goes, drops what has not left, and closes."""
+        self._end("error", why[: self._limits.note], 0.2)
+
+    def __enter__(self: E) -> E:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abort(f"{type(error).__name__}: {error}")
+
+    # -- what a transport is --------------------------------------------------------------------
+
+    @abstractmethod
+    def _open(self, peer: int, address: str, key: str | None) -> None:
+        """Opens the way to a peer, in place of one there was; does not wait for it. ValueError: a bad address."""
+
+    @abstractmethod
+    def _put(self, peer: int, buffers: Sequence[Buffer]) -> Sent:
+        """Hands a frame over, one thread at a time for a peer; does not wait. PeerLost: it never takes it."""
+
+    @abstractmethod
+    def _take(self, seconds: float) -> Sequence[Arrival]:
+        """What has come, waiting for so long at most; one thread at a time."""
+
+    @abstractmethod
+    def _shut(self, peers: Sequence[int], seconds: float) -> None:
+        """Gives everything back, once what was handed over for these has left, or so many seconds are over.
+
+        No thread is in ``_take``, or comes any more.
+        """
+
+    # -- else -----------------------------------------------------------------------------------
+
+    def _admitted(self, to: Peer, frame: Frame) -> bool | None:
+        self._check_open()
+        to.check()
+        if not to.credit.admits(frame):
+            return None
+        to.credit.sent(frame)
+        return True
+
+    def _next(self, whose: Peer | None) -> tuple[Peer, Frame, int | None] | None:
+        self._check_open()
+        return self._peers.next(whose)
+
+    def _say(self, to: Peer, kind: str, **fields: Any) -> Sent:
+        with to.sending:
+            self._check_open()
+            return self._put(to.rank, to.out.frame(kind, **fields))
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise CommlibError(f"the endpoint of rank {self.rank} is closed")
+
+    def _end(self, kind: str, note: str, seconds: float) -> None:
+        with self._turns.lock:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+            self._turns.lock.notify_all()
+        self._turns.end(timeout=1.0)
+        for arrival in self._take(0.0):  # who has said goodbye hears none
+            self._peers.deliver(arrival)
+        there = [p for p in self._peers if p.address is not None and p.error is None]
+        for peer in there:
+            with contextlib.suppress(PeerLost), peer.sending:
+                self._put(peer.rank, peer.out.frame(kind, note=note))
+        self._shut([p.rank for p in there], seconds)

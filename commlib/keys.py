@@ -1,0 +1,159 @@
+"""Key pairs, and the list of those whose word is taken: files that only their owner can read.
+
+::
+
+    ~/.config/commlib/keys/        $COMMLIB_KEYS, or below $XDG_CONFIG_HOME
+        <name>.secret              0600: the pair, public key first
+        allowed                    a public key and a name a line
+
+A public key is 40 characters of Z85, as ZeroMQ's CURVE has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import stat
+import tempfile
+from pathlib import Path
+
+import zmq
+
+from commlib.errors import AuthenticationError
+
+VARIABLE = "COMMLIB_KEYS"
+_KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85 (ZeroMQ RFC 32)
+_NAME = re.compile(r"[\w.-]{1,64}")
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyPair:
+    """One side's keys, Z85; the secret one is in no text of it."""
+
+    public: str
+    secret: str = dataclasses.field(repr=False)
+
+    @classmethod
+    def new(cls) -> KeyPair:
+        """Drawn by the system's generator. The public one does not begin as an option of a command does."""
+        while True:
+            public, secret = (key.decode() for key in zmq.curve_keypair())
+            if not public.startswith("-"):
+                return cls(public, secret)
+
+
+def check_public(key: str) -> str:
+    """The key.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not _KEY.fullmatch(key):
+        raise ValueError(f"a public key is 40 characters of Z85, as 'commlib keys show' prints it, got {key!r}")
+    return key
+
+
+def folder() -> Path:
+    """Where keys are."""
+    given = os.environ.get(VARIABLE)
+    if given:
+        return Path(given)
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "commlib" / "keys"
+
+
+def create(name: str, where: Path | None = None, *, replace: bool = False) -> KeyPair:
+    """Makes a pair and keeps it.
+
+    Raises:
+        ValueError: a bad name, or there is one of it, which is not to be replaced.
+    """
+    path = _secret(name, where)
+    if path.exists() and not replace:
+        raise ValueError(f"there is a key {name!r} in {path.parent}: another name, or --replace to draw a new one")
+    pair = KeyPair.new()
+    _write(path, f"{pair.public}\n{pair.secret}\n")
+    return pair
+
+
+def pairs(where: Path | None = None) -> list[str]:
+    """The names of the pairs that were kept."""
+    return sorted(path.stem for path in (where or folder()).glob("*.secret"))
+
+
+def load(name: str, where: Path | None = None) -> KeyPair:
+    """A pair that was kept.
+
+    Raises:
+        AuthenticationError: there is none, others may read it, or it is damaged.
+    """
+    path = _secret(name, where)
+    try:
+        mode = path.stat().st_mode
+        lines = path.read_text().split()
+    except OSError as e:
+        raise AuthenticationError(f"no key {name!r} ({e.strerror}: {path}): 'commlib keys new {name}' makes one") from e
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise AuthenticationError(f"others may read {path}: chmod 600 it, or make a new one if they did")
+    if len(lines) != 2 or not all(_KEY.fullmatch(line) for line in lines):
+        raise AuthenticationError(f"{path} is damaged: it has no two keys")
+    public, secret = lines
+    if zmq.curve_public(secret.encode()).decode() != public:
+        raise AuthenticationError(f"{path} is damaged: its two keys are not of one pair")
+    return KeyPair(public, secret)
+
+
+def allow(public: str, name: str, where: Path | None = None) -> bool:
+    """Puts a public key on the list. Returns whether it was not there.
+
+    Raises:
+        ValueError: no key, or a bad name.
+    """
+    _check_name(name)
+    listed = allowed(where)
+    if check_public(public) in listed:
+        return False
+    _write((where or folder()) / "allowed", "".join(f"{k} {n}\n" for k, n in {**listed, public: name}.items()))
+    return True
+
+
+def allowed(where: Path | None = None) -> dict[str, str]:
+    """Public key → name, of those whose word is taken.
+
+    Raises:
+        AuthenticationError: the list is damaged.
+    """
+    path, found = (where or folder()) / "allowed", {}
+    with contextlib.suppress(FileNotFoundError):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            key, _, name = line.partition(" ")
+            if not _KEY.fullmatch(key) or not _NAME.fullmatch(name):
+                raise AuthenticationError(f"{path} is damaged: line {number} is no key and a name")
+            found[key] = name
+    return found
+
+
+def _secret(name: str, where: Path | None) -> Path:
+    return (where or folder()) / f"{_check_name(name)}.secret"
+
+
+def _check_name(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"a name is up to 64 letters, digits, '.', '_' and '-', got {name!r}")
+    return name
+
+
+def _write(path: Path, text: str) -> None:
+    """All of it or nothing, and for its owner only from the first moment."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")  # 0600
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,55 @@
+"""However frames are sent and taken: what waits is bounded, nobody waits for ever, and lies are noticed."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commlib.credit import Receiver, Sender, cost
+from commlib.errors import ProtocolError
+from commlib.frame import Frame
+
+
+def frame(size: int) -> Frame:
+    return Frame("data", 0, parts=(bytes(size),))
+
+
+@given(st.integers(1, 50_000), st.lists(st.integers(0, 30_000), max_size=60), st.data())
+def test_what_waits_is_bounded_and_a_reader_that_reads_gets_all(
+    window: int, sizes: list[int], data: st.DataObject
+) -> None:
+    sender, receiver = Sender(window), Receiver(window)
+    todo, wire = collections.deque(map(frame, sizes)), collections.deque[Frame]()
+    while todo or wire:
+        go = bool(todo) and sender.admits(todo[0])
+        if not go and not wire:
+            pytest.fail("the sender waits, and there is nothing to take: for ever")
+        if go and (not wire or data.draw(st.booleans())):
+            sender.sent(todo[0])
+            wire.append(todo.popleft())
+        else:
+            total = receiver.take(wire.popleft())
+            if total is not None:
+                sender.taken(total)
+        assert sum(map(cost, wire)) <= sender.waiting <= window + max(map(cost, map(frame, sizes)))
+
+
+def test_empty_frames_count_too() -> None:
+    sender, sent = Sender(100_000), 0
+    while sender.admits(frame(0)) and sent < 1000:
+        sender.sent(frame(0))
+        sent += 1
+    assert sent < 100
+
+
+@pytest.mark.parametrize("totals", [[3000], [2000, 1000], [-1]])
+def test_a_peer_that_has_taken_more_than_was_sent_or_less_than_before_lies(totals: list[int]) -> None:
+    sender = Sender()
+    sender.sent(frame(1000))
+    for total in totals[:-1]:
+        sender.taken(total)
+    with pytest.raises(ProtocolError, match="it has taken"):
+        sender.taken(totals[-1])

@@ -1,0 +1,231 @@
+"""ZeroMQ endpoints refuse whom they should, in words; a cut is mended, and what is lost in one is no hang."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from commlib.endpoint import Endpoint
+from commlib.errors import AuthenticationError, CommlibError, PeerLost
+from commlib.frame import Frame, Limits, encode
+from commlib.keys import KeyPair
+from commlib.transports.zeromq import ZeroMQ
+
+MINE, YOURS, STRANGERS = (KeyPair.new() for _ in range(3))
+
+
+@contextlib.contextmanager
+def two(**options: object) -> Iterator[tuple[Endpoint, Endpoint]]:
+    with ZeroMQ(0, **options) as a, ZeroMQ(1, **options) as b:  # type: ignore[arg-type]
+        a.connect(1, b.address)
+        b.connect(0, a.address)
+        yield a, b
+
+
+@contextlib.contextmanager
+def two_with_keys() -> Iterator[tuple[ZeroMQ, ZeroMQ]]:
+    with ZeroMQ(0, keys=MINE, allowed=[YOURS.public]) as a, ZeroMQ(1, keys=YOURS, allowed=[MINE.public]) as b:
+        a.connect(1, b.address, key=YOURS.public)
+        b.connect(0, a.address, key=MINE.public)
+        a.send(1, clock=1)
+        assert b.recv(0, timeout=10).clock == 1
+        yield a, b
+        a.send(1, clock=2)  # whatever was tried, it goes on
+        assert b.recv(0, timeout=10).clock == 2
+
+
+def test_beyond_this_machine_it_wants_keys_or_to_be_told_that_none_are_wanted(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(AuthenticationError, match="beyond this machine, without keys"):
+        ZeroMQ(0, host="0.0.0.0")
+    with caplog.at_level(logging.WARNING, "commlib"), ZeroMQ(0, host="0.0.0.0", insecure=True):
+        assert "anyone there can read and send" in caplog.text
+    with ZeroMQ(0) as a, pytest.raises(AuthenticationError, match=r"rank 1 at tcp://10\.0\.0\.1:5 is beyond"):
+        a.connect(1, "tcp://10.0.0.1:5")
+
+
+def test_a_port_in_use_is_named() -> None:
+    with ZeroMQ(0) as a, pytest.raises(CommlibError, match=r"rank 1 cannot listen at 127\.0\.0\.1 port \d+: Address"):
+        ZeroMQ(1, port=int(a.address.rpartition(":")[2]))
+
+
+@pytest.mark.parametrize(
+    "address", ["", "tcp://", "tcp://127.0.0.1", "tcp://127.0.0.1:0", "tcp://h:99999", "http://h:1"]
+)
+def test_a_bad_address_is_refused(address: str) -> None:
+    with ZeroMQ(0) as a, pytest.raises(ValueError, match="an address is tcp://host:port"):
+        a.connect(1, address)
+
+
+def test_keys_are_for_both_or_for_none_and_are_keys() -> None:
+    with ZeroMQ(0) as a, pytest.raises(AuthenticationError, match="and rank 0 has none itself"):
+        a.connect(1, "tcp://127.0.0.1:5", key=YOURS.public)
+    with ZeroMQ(0, keys=MINE) as a:
+        with pytest.raises(AuthenticationError, match="no key is given"):
+            a.connect(1, "tcp://127.0.0.1:5")
+        with pytest.raises(ValueError, match="a public key is 40 characters of Z85"):
+            a.connect(1, "tcp://127.0.0.1:5", key="short")
+        with pytest.raises(ValueError, match="no way to rank 1"):
+            a.send(1)
+
+
+def test_one_without_a_key_gets_nowhere() -> None:
+    with two_with_keys() as (_, b), ZeroMQ(5) as stranger:
+        stranger.connect(1, b.address)
+        stranger.send(1, clock=99)
+        with pytest.raises(PeerLost, match="nothing came from rank 5: it has never said hello"):
+            b.recv(5, timeout=1)
+
+
+def test_one_whose_key_is_not_allowed_gets_nowhere() -> None:
+    with two_with_keys() as (_, b), ZeroMQ(5, keys=STRANGERS) as stranger:
+        stranger.connect(1, b.address, key=YOURS.public)
+        with pytest.raises(PeerLost, match="rank 1 has refused the connection of rank 5: does it allow "):
+            for _ in range(100):  # until it has been told
+                stranger.send(1, clock=99)
+                with pytest.raises(PeerLost, match="nothing came from rank 5: it has never said hello"):
+                    b.recv(5, timeout=0.2)
+
+
+def test_a_server_with_another_key_than_was_told_gets_nothing() -> None:
+    with ZeroMQ(1, keys=STRANGERS, allowed=[MINE.public]) as impostor, ZeroMQ(0, keys=MINE) as a:
+        a.connect(1, impostor.address, key=YOURS.public)
+        a.send(1, parts=(b"secret",))
+        with pytest.raises(PeerLost, match="nothing came from any rank"):
+            impostor.recv(timeout=1)
+        a.close(0.1)
+
+
+def test_one_that_speaks_http_and_one_that_floods_disturb_nobody() -> None:
+    with two() as (a, b):
+        host, _, port = b.address.removeprefix("tcp://").rpartition(":")
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=5) as tcp:
+            tcp.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 1000)
+        context = zmq.Context()
+        flood = context.socket(zmq.DEALER)
+        flood.connect(b.address)
+        for i in range(2000):
+            flood.send_multipart([b"cml\x01" + bytes([i % 256]), bytes(100)])
+        for clock in range(10):
+            a.send(1, clock=clock)
+        assert [b.recv(0, timeout=20).clock for _ in range(10)] == list(range(10))
+        with pytest.raises(PeerLost):
+            b.recv(0, timeout=0.5)
+        assert b.refused > 0
+        context.destroy(0)
+
+
+def test_a_frame_that_is_sent_again_is_refused_on_another_connection_and_ends_its_own() -> None:
+    context = zmq.Context()
+    with ZeroMQ(1) as b:
+        ways = [context.socket(zmq.DEALER) for _ in range(2)]
+        for way in ways:
+            way.connect(b.address)
+        sent = [encode(Frame("hello", 0, keys=("",), session=7)), encode(Frame("data", 0, 1, clock=5, session=7))]
+        for buffers in sent:
+            ways[0].send_multipart(buffers)
+        assert b.recv(0, timeout=10).clock == 5
+        for buffers in [*sent, encode(Frame("data", 0, 2, session=8))]:  # and one of a mark that was guessed
+            ways[1].send_multipart(buffers)
+        with pytest.raises(PeerLost, match="nothing came"):
+            b.recv(0, timeout=0.5)
+        assert b.refused == 3
+        ways[0].send_multipart(sent[1])
+        with pytest.raises(PeerLost, match="frame 1 once more, where 2 is due"):
+            b.recv(0, timeout=10)
+    context.destroy(0)
+
+
+@pytest.mark.parametrize(
+    ("buffers", "said"),
+    [
+        ([b"cml\x02" + bytes(9)], "version 02 of the wire format"),
+        ([b"cml\x01\x9b"], "a header that cannot be read"),
+        (encode(Frame("data", 0, 2, session=7)), "frame 2 without 1"),
+        ([*encode(Frame("data", 0, 1, session=7)), *[b""] * 9], "it has 9 parts, of which 8 are allowed"),
+        (encode(Frame("data", 0, 1, session=7, parts=(bytes(2000),))), "it has 2000 bytes, of which 1000 are allowed"),
+    ],
+)
+def test_what_a_peer_must_not_send_is_told_by_name(buffers: list[bytes], said: str) -> None:
+    context = zmq.Context()
+    with ZeroMQ(1, limits=Limits(nbytes=1000)) as b:
+        way = context.socket(zmq.DEALER)
+        way.connect(b.address)
+        way.send_multipart(encode(Frame("hello", 0, keys=("",), session=7)))
+        way.send_multipart(buffers)
+        if "2000 bytes" in said:  # ZeroMQ ends the connection before it is read
+            said = "nothing came from rank 0"
+        with pytest.raises(PeerLost, match=said):
+            b.recv(0, timeout=2)
+    context.destroy(0)
+
+
+class Proxy:
+    """A wire that can be cut, between whoever connects and an address."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        self._to = host, int(port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._open: list[socket.socket] = []
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self._to)
+                self._open += [near, far]
+                for pair in ((near, far), (far, near)):
+                    threading.Thread(target=self._pump, args=pair, daemon=True).start()
+
+    def _pump(self, one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(1 << 16):
+                other.sendall(data)
+        self._end(one, other)
+
+    def _end(self, *ends: socket.socket) -> None:
+        for s in ends:
+            with contextlib.suppress(OSError):
+                s.shutdown(socket.SHUT_RDWR)
+            s.close()
+
+    def cut(self) -> None:
+        """Ends every connection; new ones may come."""
+        ends, self._open = self._open, []
+        self._end(*ends)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(5)
+        self.cut()
+
+
+def test_after_a_cut_of_an_idle_wire_all_goes_on_and_of_a_busy_one_nothing_is_lost_without_a_word() -> None:
+    with ZeroMQ(0) as a, ZeroMQ(1) as b, contextlib.closing(Proxy(b.address)) as wire:
+        a.connect(1, wire.address)
+        b.connect(0, a.address)
+        for i in range(3):  # idle: all that was sent has come
+            a.send(1, clock=i)
+            assert b.recv(0, timeout=10).clock == i
+            wire.cut()
+        a.send(1, clock=3)
+        assert b.recv(0, timeout=10).clock == 3
+        came, clock = [], 0
+        with contextlib.suppress(PeerLost):
+            for clock in range(4, 400):
+                a.send(1, clock=clock, parts=(bytes(50_000),), timeout=2)
+                if clock % 50 == 0:
+                    wire.cut()
+                came.append(b.recv(0, timeout=2).clock)
+        assert came == list(range(4, 4 + len(came)))

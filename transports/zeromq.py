@@ -1,0 +1,206 @@
+"""``zeromq``: endpoints over TCP, each side known to the other by its key (CurveZMQ), unless told otherwise.
+
+Each has a socket that takes what comes, of whomever, and one for every peer that it sends to; none is used for both, so
+a thread that sends never waits for one that reads. ZeroMQ connects, and connects again after a cut; what was under way
+in a cut may be lost, which :mod:`commlib.peers` sees by the numbers of the frames. How much is under way
+:mod:`commlib.credit` decides, so the sending queues have no limit of their own, and nothing that is handed over waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import re
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from commlib.endpoint import Endpoint, Sent
+from commlib.errors import AuthenticationError, CommlibError, PeerLost
+from commlib.frame import DEFAULT, Buffer, Limits
+from commlib.keys import KeyPair, check_public
+from commlib.peers import Arrival
+
+_log = logging.getLogger("commlib")
+_ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.%\w]+\]|[^\s:/\[\]]+):(\d{1,5})")
+_COPIED = 1 << 16  # parts up to so many bytes are copied: that takes less than to tell when one is free
+_AT_ONCE = 64  # frames taken in one go
+_HANDSHAKE_MS, _HEARTBEAT_MS, _AGAIN_MS, _SLOWEST_MS = 5_000, 2_000, 50, 2_000
+_DOMAIN = b"commlib"
+
+
+class ZeroMQ(Endpoint):
+    """An endpoint that others reach over TCP.
+
+    Args:
+        rank: this one's.
+        host: the interface's address to listen at, or a name of it.
+        port: 0 takes a free one.
+        keys: this side's; without, only this machine is talked to, or (``insecure``) anyone, with nothing kept secret.
+        allowed: public keys of those who may send to this one.
+        insecure: without keys, and beyond this machine.
+        options: of :class:`~commlib.endpoint.Endpoint`.
+
+    Raises:
+        AuthenticationError: no keys, and beyond this machine.
+        CommlibError: it cannot listen there: the port is in use, say.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        keys: KeyPair | None = None,
+        allowed: Collection[str] = (),
+        insecure: bool = False,
+        limits: Limits = DEFAULT,
+        **options: Any,
+    ) -> None:
+        super().__init__(rank, limits=limits, **options)
+        if keys is None and not insecure and not is_loopback(host):
+            raise AuthenticationError(
+                f"rank {rank} would listen at {host}, beyond this machine, without keys: make some "
+                "and allow each other's (commlib.keys), or say insecure=True where every host of the network is yours"
+            )
+        if keys is None and not is_loopback(host):
+            _log.warning("rank %d listens at %s with insecure=True: anyone there can read and send frames", rank, host)
+        self._keys, self._insecure = keys, insecure
+        self._context = zmq.Context()
+        self._inbox = self._context.socket(zmq.ROUTER)
+        self._door = _Door(self._context, frozenset(check_public(k) for k in allowed)) if keys else None
+        self._ways: dict[int, zmq.Socket[bytes]] = {}
+        self._configure(self._inbox, limits)
+        self._host = f"[{host}]" if ":" in host else host
+        try:
+            self._inbox.bind(f"tcp://{self._host}:{port or '*'}")
+        except zmq.ZMQError as e:
+            self._shut((), 0)
+            raise CommlibError(f"rank {rank} cannot listen at {self._host} port {port or 'any'}: {e.strerror}") from e
+        self._port = int(self._inbox.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+    @property
+    def address(self) -> str:
+        return f"tcp://{self._host}:{self._port}"
+
+    def _configure(self, socket: zmq.Socket[bytes], limits: Limits) -> None:
+        for option, value in {
+            zmq.LINGER: 0,
+            zmq.IPV6: 1,
+            zmq.SNDHWM: 0,
+            zmq.MAXMSGSIZE: limits.nbytes,
+            zmq.HANDSHAKE_IVL: _HANDSHAKE_MS,
+            zmq.HEARTBEAT_IVL: _HEARTBEAT_MS,
+            zmq.RECONNECT_IVL: _AGAIN_MS,
+            zmq.RECONNECT_IVL_MAX: _SLOWEST_MS,
+        }.items():
+            socket.setsockopt(option, value)
+        if self._keys is not None:
+            socket.curve_secretkey, socket.curve_publickey = self._keys.secret.encode(), self._keys.public.encode()
+            socket.curve_server = socket.type == zmq.ROUTER
+            socket.zap_domain = _DOMAIN
+
+    def _open(self, peer: int, address: str, key: str | None) -> None:
+        found = _ADDRESS.fullmatch(address)
+        if found is None or not 0 < int(found[2]) < 1 << 16:
+            raise ValueError(f"an address is tcp://host:port, got {address!r}")
+        if (key is None) != (self._keys is None):
+            has = "no key is given" if key is None else f"a key is given, and rank {self.rank} has none itself"
+            raise AuthenticationError(f"rank {self.rank} cannot reach rank {peer}: {has}")
+        if key is None and not self._insecure and not is_loopback(found[1].strip("[]")):
+            raise AuthenticationError(
+                f"rank {peer} at {address} is beyond this machine: keys are needed, or insecure=True"
+            )
+        way = self._context.socket(zmq.DEALER)
+        try:
+            self._configure(way, self._limits)
+            if key is not None:
+                way.curve_server, way.curve_serverkey = False, check_public(key).encode()
+            way.connect(address)
+        except BaseException as e:
+            way.close(0)
+            if isinstance(e, zmq.ZMQError):
+                raise ValueError(f"rank {peer} cannot be reached at {address}: {e.strerror}") from e
+            raise
+        old, self._ways[peer] = self._ways.get(peer), way
+        if old is not None:
+            old.close(0)
+
+    def _put(self, peer: int, buffers: Sequence[Buffer]) -> Sent:
+        way, last = self._ways[peer], len(buffers) - 1
+        large = [memoryview(b).nbytes > _COPIED for b in buffers]
+        frames = [zmq.Frame(b, track=big, copy=not big) for b, big in zip(buffers, large, strict=True)]
+        try:
+            for i, frame in enumerate(frames):
+                way.send(frame, flags=zmq.NOBLOCK | (zmq.SNDMORE if i < last else 0), copy=False)
+        except zmq.Again:  # nothing is too much for it: it has been told not to come again
+            key = f": does it allow {self._keys.public}?" if self._keys else ""
+            raise PeerLost(f"rank {peer} has refused the connection of rank {self.rank}{key}") from None
+        return _Leaving([f.tracker for f, big in zip(frames, large, strict=True) if big])
+
+    def _take(self, seconds: float) -> Sequence[Arrival]:
+        came: list[Arrival] = []
+        with contextlib.suppress(zmq.Again):
+            if self._inbox.poll(round(1000 * seconds)):
+                while len(came) < _AT_ONCE:
+                    connection, *frames = self._inbox.recv_multipart(zmq.NOBLOCK, copy=False)
+                    identity = str(connection.get("User-Id")) if self._keys is not None else None
+                    came.append(Arrival(connection.bytes, identity, [f.buffer for f in frames]))
+        return came
+
+    def _shut(self, peers: Sequence[int], seconds: float) -> None:
+        for peer, way in self._ways.items():
+            way.close(round(1000 * seconds) if peer in peers else 0)
+        self._inbox.close(0)
+        if self._door is not None:
+            self._door.close()
+        self._context.term()
+
+
+class _Leaving:
+    """Of the parts that were not copied."""
+
+    def __init__(self, trackers: Sequence[zmq.MessageTracker]) -> None:
+        self._trackers = trackers
+
+    def wait(self, timeout: float) -> bool:
+        end = time.monotonic() + timeout
+        try:
+            for tracker in self._trackers:
+                tracker.wait(max(0.0, end - time.monotonic()))
+        except zmq.NotDone:
+            return False
+        return True
+
+
+class _Door:
+    """Lets those in whose public keys are allowed (RFC 27), and says who was turned away."""
+
+    def __init__(self, context: zmq.Context[Any], allowed: frozenset[str]) -> None:
+        self._allowed = allowed
+        self._authenticator = ThreadAuthenticator(context, log=logging.getLogger("commlib.zap"))
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(_DOMAIN.decode(), self)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether one with this public key, Z85, may come in; ZeroMQ's authenticator asks."""
+        return key.decode() in self._allowed
+
+    def close(self) -> None:
+        """Ends its thread."""
+        self._authenticator.stop()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach that."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False

@@ -86,10 +86,14 @@ def test_one_whose_key_is_not_allowed_gets_nowhere() -> None:
     with two_with_keys() as (_, b), ZeroMQ(5, keys=STRANGERS) as stranger:
         stranger.connect(1, b.address, key=YOURS.public)
         with pytest.raises(PeerLost, match="rank 1 has refused the connection of rank 5: does it allow "):
-            for _ in range(100):  # until it has been told
-                stranger.send(1, clock=99)
-                with pytest.raises(PeerLost, match="nothing came from rank 5: it has never said hello"):
-                    b.recv(5, timeout=0.2)
+            _send_until_told(stranger, b)
+
+
+def _send_until_told(stranger: Endpoint, b: Endpoint) -> None:
+    for _ in range(100):
+        stranger.send(1, clock=99)
+        with pytest.raises(PeerLost, match="nothing came from rank 5: it has never said hello"):
+            b.recv(5, timeout=0.2)
 
 
 def test_a_server_with_another_key_than_was_told_gets_nothing() -> None:

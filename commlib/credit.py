@@ -21,6 +21,11 @@ def _step(window: int) -> int:
     return max(1, window // 4)
 
 
+def _fits(waiting: int, frame: Frame, window: int) -> bool:
+    # What the receiver knows to wait is never more than the sender does: so who keeps this is never accused.
+    return waiting < _step(window) or waiting + cost(frame) <= window
+
+
 def cost(frame: Frame) -> int:
     """What a frame takes of the window, bytes."""
     return frame.nbytes + _EACH
@@ -43,11 +48,15 @@ class Sender:
 
     def admits(self, frame: Frame) -> bool:
         """Whether it may go now."""
-        return self.waiting < _step(self._window) or self.waiting + cost(frame) <= self._window
+        return _fits(self.waiting, frame, self._window)
 
     def sent(self, frame: Frame) -> None:
         """It goes."""
         self._sent += cost(frame)
+
+    def kept(self, frame: Frame) -> None:
+        """It did not go after all."""
+        self._sent -= cost(frame)
 
     def taken(self, total: int) -> None:
         """The peer has taken so much since the beginning.
@@ -68,12 +77,23 @@ class Receiver:
     """
 
     def __init__(self, window: int = WINDOW) -> None:
-        self._step, self._taken, self._told = _step(window), 0, 0
+        self._window, self._came, self._taken, self._told = window, 0, 0, 0
+
+    def came(self, frame: Frame) -> None:
+        """One has come, and waits.
+
+        Raises:
+            ProtocolError: its sender had no credit for it.
+        """
+        waiting = self._came - self._taken
+        if not _fits(waiting, frame, self._window):
+            raise ProtocolError(f"it sends on, with {waiting} bytes that have not been taken: {self._window} may wait")
+        self._came += cost(frame)
 
     def take(self, frame: Frame) -> int | None:
         """One is taken. Returns the total to tell the sender of, if it is time to."""
         self._taken += cost(frame)
-        if self._taken - self._told < self._step:
+        if self._taken - self._told < _step(self._window):
             return None
         self._told = self._taken
         return self._told

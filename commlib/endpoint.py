@@ -95,6 +95,7 @@ class Endpoint(ABC):
             to.address = address
         try:
             with to.sending:
+                self._check_open()
                 self._open(peer, address, key)
                 self._put(peer, to.out.frame("hello", keys=(self._job,)))
         except BaseException:
@@ -125,7 +126,12 @@ class Endpoint(ABC):
                 f"rank {peer} has not taken what rank {self.rank} sent to {to.address} for {seconds:g} s: "
                 f"{to.credit.waiting} bytes are on their way, {self._window} may be; {to.news()}"
             )
-        return self._say(to, "data", **fields)
+        try:
+            return self._say(to, "data", **fields)
+        except ValueError:
+            with self._turns.lock:
+                to.credit.kept(frame)
+            raise
 
     def recv(self, peer: int | None = None, *, timeout: float | None = None) -> Frame:
         """The next frame of a peer, or of any: then, of those that wait, the one that came first.
@@ -147,7 +153,8 @@ class Endpoint(ABC):
             raise PeerLost(f"rank {self.rank} waited {seconds:g} s, and nothing came from {who}")
         sender, frame, total = found
         if total is not None and sender.address is not None:
-            self._say(sender, "taken", clock=total)
+            with contextlib.suppress(CommlibError):  # it is gone, or this one closed meanwhile: the frame is good
+                self._say(sender, "taken", clock=total)
         return frame
 
     def close(self, timeout: float = 5.0) -> None:
@@ -185,7 +192,7 @@ class Endpoint(ABC):
     def _shut(self, peers: Sequence[int], seconds: float) -> None:
         """Gives everything back, once what was handed over for these has left, or so many seconds are over.
 
-        No thread is in ``_take``, or comes any more.
+        No thread is in any of the other functions, or comes any more.
         """
 
     # -- else -----------------------------------------------------------------------------------
@@ -220,8 +227,10 @@ class Endpoint(ABC):
         self._turns.end(timeout=1.0)
         for arrival in self._take(0.0):  # who has said goodbye hears none
             self._peers.deliver(arrival)
-        there = [p for p in self._peers if p.address is not None and p.error is None]
-        for peer in there:
-            with contextlib.suppress(PeerLost), peer.sending:
-                self._put(peer.rank, peer.out.frame(kind, note=note))
-        self._shut([p.rank for p in there], seconds)
+        told = []
+        for peer in [p for p in self._peers if p.address is not None]:
+            with contextlib.suppress(PeerLost), peer.sending:  # and so no thread is in _put any more
+                if peer.error is None:
+                    self._put(peer.rank, peer.out.frame(kind, note=note))
+                    told.append(peer.rank)
+        self._shut(told, seconds)

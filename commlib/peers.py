@@ -83,8 +83,7 @@ class Peer:
             return None
         try:
             frame = self.incoming.take(buffers)
-            if frame.kind == "taken":
-                self.credit.taken(frame.clock)
+            self._count(frame)
         except ProtocolError as e:
             self.error = e
             return None
@@ -94,6 +93,15 @@ class Peer:
         elif frame.kind == "error":
             self.error = PeerLost(f"rank {self.rank} gave up: {frame.note or 'it did not say why'}")
         return frame if frame.kind == "data" else None
+
+    def _count(self, frame: Frame) -> None:
+        try:
+            if frame.kind == "taken":
+                self.credit.taken(frame.clock)
+            elif frame.kind == "data":
+                self.taken.came(frame)
+        except ProtocolError as e:
+            raise ProtocolError(f"from rank {self.rank}: {e}") from None
 
 
 class Peers:

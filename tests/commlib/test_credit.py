@@ -29,6 +29,7 @@ def test_what_waits_is_bounded_and_a_reader_that_reads_gets_all(
             pytest.fail("the sender waits, and there is nothing to take: for ever")
         if go and (not wire or data.draw(st.booleans())):
             sender.sent(todo[0])
+            receiver.came(todo[0])
             wire.append(todo.popleft())
         else:
             total = receiver.take(wire.popleft())
@@ -43,6 +44,22 @@ def test_empty_frames_count_too() -> None:
         sender.sent(frame(0))
         sent += 1
     assert sent < 100
+
+
+def test_who_sends_without_credit_is_accused_at_the_first_frame_too_many() -> None:
+    receiver = Receiver(100_000)
+    receiver.came(frame(48_096))
+    receiver.came(frame(48_096))
+    with pytest.raises(ProtocolError, match="it sends on, with 98240 bytes that have not been taken: 100000 may wait"):
+        receiver.came(frame(48_096))
+
+
+def test_a_frame_that_did_not_go_takes_no_credit() -> None:
+    sender = Sender(4000)
+    for _ in range(100):
+        sender.sent(frame(1000))
+        sender.kept(frame(1000))
+    assert sender.waiting == 0
 
 
 @pytest.mark.parametrize("totals", [[3000], [2000, 1000], [-1]])

@@ -145,6 +145,33 @@ def test_a_frame_that_is_sent_again_is_refused_on_another_connection_and_ends_it
     context.destroy(0)
 
 
+def test_a_bad_frame_is_refused_and_takes_no_credit() -> None:
+    with two(window=4096) as (a, b):
+        for _ in range(50):
+            with pytest.raises(ValueError, match="float32 of shape"):
+                a.send(1, dtype="float32", shape=(9,), parts=(bytes(3000),))
+        a.send(1, clock=5, timeout=5)
+        assert b.recv(0, timeout=10).clock == 5
+
+
+def test_a_peer_that_heeds_no_credit_is_named() -> None:
+    context = zmq.Context()
+    with ZeroMQ(1, window=1 << 16) as b:
+        way = context.socket(zmq.DEALER)
+        way.connect(b.address)
+        way.send_multipart(encode(Frame("hello", 0, keys=("",), session=7)))
+        for number in range(1, 200):
+            way.send_multipart(encode(Frame("data", 0, number, session=7, parts=(bytes(10_000),))))
+        with pytest.raises(PeerLost, match="from rank 0: it sends on"):
+            _take_all(b)
+    context.destroy(0)
+
+
+def _take_all(b: Endpoint) -> None:
+    for _ in range(200):
+        b.recv(0, timeout=10)
+
+
 @pytest.mark.parametrize(
     ("buffers", "said"),
     [

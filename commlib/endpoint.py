@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 from commlib import credit
-from commlib.errors import CommlibError, PeerLost
+from commlib.errors import AuthenticationError, CommlibError, PeerLost
 from commlib.frame import DEFAULT, Buffer, Frame, Limits
 from commlib.peers import Arrival, Peer, Peers
 from commlib.turns import Turns
@@ -85,6 +85,7 @@ class Endpoint(ABC):
 
         Raises:
             ValueError: a bad address or key, or there is a way to this peer already.
+            AuthenticationError: no key where one is needed; or another than that of who has said hello as this rank.
             CommlibError: the endpoint is closed.
         """
         with self._turns.lock:
@@ -92,14 +93,18 @@ class Endpoint(ABC):
             to = self._peers.of(peer)
             if to.address is not None:
                 raise ValueError(f"rank {peer} is reached at {to.address} already")
-            to.address = address
+            if key is not None and to.identity not in (None, key):
+                raise AuthenticationError(
+                    f"what said hello as rank {peer} has key {to.identity}, and that is not {key}"
+                )
+            to.address, to.key = address, key
         try:
             with to.sending:
                 self._check_open()
                 self._open(peer, address, key)
                 self._put(peer, to.out.frame("hello", keys=(self._job,)))
         except BaseException:
-            to.address = None
+            to.address = to.key = None
             raise
 
     def send(self, peer: int, *, timeout: float | None = None, **fields: Any) -> Sent:

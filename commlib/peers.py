@@ -54,6 +54,7 @@ class Peer:
     def __init__(self, rank: int, me: int, limits: Limits, window: int) -> None:
         self.rank = rank
         self.address: str | None = None
+        self.key: str | None = None  # that it is known to have
         self.sending = threading.Lock()
         """Held while a frame gets its number and is handed over: so they leave in the order of their numbers."""
         self.out = Outgoing(me, limits, session=secrets.randbits(63))
@@ -175,6 +176,8 @@ class Peers:
                 return f"{says} of job {', '.join(frame.keys)!r}, and this is {self._job!r}"
             if peer is not None and peer.incoming is not None:
                 return f"{says}, which has said hello before"
+            if peer is not None and peer.key not in (None, arrival.identity):
+                return f"{says}, whose key is another"
             peer = self.of(frame.sender)
             peer.incoming, peer.identity = Incoming(frame.sender, self._limits), arrival.identity
         elif peer is None or peer.incoming is None:

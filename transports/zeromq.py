@@ -46,6 +46,7 @@ class ZeroMQ(Endpoint):
         options: of :class:`~commlib.endpoint.Endpoint`.
 
     Raises:
+        ValueError: an allowed key that is none.
         AuthenticationError: no keys, and beyond this machine.
         CommlibError: it cannot listen there: the port is in use, say.
     """
@@ -70,10 +71,11 @@ class ZeroMQ(Endpoint):
             )
         if keys is None and not is_loopback(host):
             _log.warning("rank %d listens at %s with insecure=True: anyone there can read and send frames", rank, host)
+        guests = frozenset(check_public(k) for k in allowed)
         self._keys, self._insecure = keys, insecure
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.ROUTER)
-        self._door = _Door(self._context, frozenset(check_public(k) for k in allowed)) if keys else None
+        self._door = _Door(self._context, guests) if keys else None
         self._ways: dict[int, zmq.Socket[bytes]] = {}
         self._configure(self._inbox, limits)
         self._host = f"[{host}]" if ":" in host else host

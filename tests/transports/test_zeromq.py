@@ -89,6 +89,23 @@ def test_one_whose_key_is_not_allowed_gets_nowhere() -> None:
             _send_until_told(stranger, b)
 
 
+def test_one_who_may_send_may_not_do_so_as_another_rank() -> None:
+    guests = [k.public for k in (MINE, YOURS, STRANGERS)]
+    with ZeroMQ(1, keys=YOURS, allowed=guests) as b, ZeroMQ(0, keys=STRANGERS) as pretender:
+        b.connect(0, "tcp://127.0.0.1:9", key=MINE.public)
+        pretender.connect(1, b.address, key=YOURS.public)
+        with pytest.raises(PeerLost, match="it has never said hello"):
+            b.recv(0, timeout=1)
+        assert b.refused == 1
+        b.close(0.1)
+    with ZeroMQ(1, keys=YOURS, allowed=guests) as b, ZeroMQ(0, keys=STRANGERS) as pretender:
+        pretender.connect(1, b.address, key=YOURS.public)
+        pretender.send(1)
+        b.recv(0, timeout=10)
+        with pytest.raises(AuthenticationError, match="what said hello as rank 0 has key"):
+            b.connect(0, "tcp://127.0.0.1:9", key=MINE.public)
+
+
 def _send_until_told(stranger: Endpoint, b: Endpoint) -> None:
     for _ in range(100):
         stranger.send(1, clock=99)

@@ -29,6 +29,7 @@ _log = logging.getLogger("commlib")
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.%\w]+\]|[^\s:/\[\]]+):(\d{1,5})")
 _COPIED = 1 << 16  # parts up to so many bytes are copied: that takes less than to tell when one is free
 _AT_ONCE = 64  # frames taken in one go
+_LOGGED = 20  # of those who are turned away
 _HANDSHAKE_MS, _HEARTBEAT_MS, _AGAIN_MS, _SLOWEST_MS = 5_000, 2_000, 50, 2_000
 _DOMAIN = b"commlib"
 
@@ -184,14 +185,19 @@ class _Door:
     """Lets those in whose public keys are allowed (RFC 27), and says who was turned away."""
 
     def __init__(self, context: zmq.Context[Any], allowed: frozenset[str]) -> None:
-        self._allowed = allowed
+        self._allowed, self._turned_away = allowed, 0
         self._authenticator = ThreadAuthenticator(context, log=logging.getLogger("commlib.zap"))
         self._authenticator.start()
         self._authenticator.configure_curve_callback(_DOMAIN.decode(), self)
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether one with this public key, Z85, may come in; ZeroMQ's authenticator asks."""
-        return key.decode() in self._allowed
+        known = key.decode() in self._allowed
+        self._turned_away += not known
+        if not known and self._turned_away <= _LOGGED:
+            more = "; further ones are not logged" if self._turned_away == _LOGGED else ""
+            _log.warning("turned away one with key %s, which is not allowed here%s", key.decode(), more)
+        return known
 
     def close(self) -> None:
         """Ends its thread."""

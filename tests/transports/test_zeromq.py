@@ -82,11 +82,13 @@ def test_one_without_a_key_gets_nowhere() -> None:
             b.recv(5, timeout=1)
 
 
-def test_one_whose_key_is_not_allowed_gets_nowhere() -> None:
+def test_one_whose_key_is_not_allowed_gets_nowhere_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "commlib")
     with two_with_keys() as (_, b), ZeroMQ(5, keys=STRANGERS) as stranger:
         stranger.connect(1, b.address, key=YOURS.public)
         with pytest.raises(PeerLost, match="rank 1 has refused the connection of rank 5: does it allow "):
             _send_until_told(stranger, b)
+        assert f"turned away one with key {STRANGERS.public}, which is not allowed here" in caplog.text
 
 
 def test_one_who_may_send_may_not_do_so_as_another_rank() -> None:

@@ -73,11 +73,6 @@ class Incoming:
         self._session: int | None = None
         self._failed: str | None = None
 
-    @property
-    def ended(self) -> bool:
-        """Whether it has said goodbye, or why it gives up."""
-        return self._order.last in ("bye", "error")
-
     def awaits(self, frame: Frame) -> bool:
         """Whether this may well be the next one, over whatever connection it came."""
         return (frame.session, frame.number) == (self._session, self._order.count)

@@ -24,10 +24,9 @@ def test_what_one_side_says_the_other_takes_in_order_until_it_has_ended(parts: l
     out, incoming = Outgoing(5), Incoming(5)
     sent = [out.frame("hello"), *(out.frame("data", parts=(p,)) for p in parts), out.frame(end)]
     for number, buffers in enumerate(sent):
-        assert not incoming.ended
         frame = incoming.take(buffers)
         assert (frame.sender, frame.number) == (5, number)
-    assert incoming.ended
+    assert f"a 'data' frame after {end!r}" in said(incoming, encode(Frame("data", 5, len(sent))))
 
 
 @given(st.integers(1, 20), st.randoms(use_true_random=False))

@@ -8,6 +8,7 @@ One line on a DDP training loop::
 
 __version__ = "0.1.0"
 
+from commlib import backends
 from commlib.attach import attach
 from commlib.checkpoint import merge_state_dicts
 from commlib.compressor import Compressor, LayerSpec, Memory, Slot
@@ -20,6 +21,8 @@ from commlib.registry import make
 from commlib.route import Plan, Route
 from commlib.stats import LayerStats, Stats
 from commlib.stepwise import LowRank
+
+backends.register()
 
 __all__ = [
     "CheckpointMismatch",

@@ -73,6 +73,11 @@ class Endpoint(ABC):
         """Frames of strangers, and of such as pretended to be another."""
         return self._peers.refused
 
+    def reaches(self, peer: int) -> bool:
+        """Whether it is connected to a peer; that need not be there."""
+        with self._turns.lock:
+            return self._peers.of(peer).address is not None
+
     def connect(self, peer: int, address: str, *, key: str | None = None) -> None:
         """Opens the way to a peer and says hello. It need not be there yet; that it never comes is told by a deadline.
 

@@ -4,13 +4,14 @@
 
     Exception
     ├── ValueError, TypeError      the caller's mistake: a bad spec, shape, dtype or option
-    └── CommlibError               the world's: other ranks, files, the network
-        ├── PlanMismatch           ranks attached different codecs, models or commlib versions
-        ├── PeerLost               a rank did not answer, or left, before the deadline
-        ├── ProtocolError          what a peer sent is not what was agreed on
-        ├── AuthenticationError    a key that is missing, not allowed, or readable by others
-        ├── CheckpointMismatch     a checkpoint that does not fit this model or set-up
-        └── MissingDependency      an optional package is needed; the message says what to install
+    └── RuntimeError               what torch.distributed raises, and so do its users expect
+        └── CommlibError           the world's: other ranks, files, the network
+            ├── PlanMismatch           ranks attached different codecs, models or commlib versions
+            ├── PeerLost               a rank did not answer, or left, before the deadline
+            ├── ProtocolError          what a peer sent is not what was agreed on
+            ├── AuthenticationError    a key that is missing, not allowed, or readable by others
+            ├── CheckpointMismatch     a checkpoint that does not fit this model or set-up
+            └── MissingDependency      an optional package is needed; the message says what to install
 
 A message names what was wrong, what is known, and what to do.
 """
@@ -21,7 +22,7 @@ import difflib
 from collections.abc import Iterable
 
 
-class CommlibError(Exception):
+class CommlibError(RuntimeError):
     """Base of the errors that are not the caller's fault."""
 
 
@@ -30,7 +31,13 @@ class PlanMismatch(CommlibError):
 
 
 class PeerLost(CommlibError):
-    """A rank is missing: it never came, it left, or it answered too late."""
+    """A rank is missing: it never came, it left, or it answered too late.
+
+    Attributes:
+        rank: which, where it is one that is known to be gone.
+    """
+
+    rank: int | None = None
 
 
 class ProtocolError(CommlibError):

@@ -76,7 +76,9 @@ class Peer:
     def check(self) -> None:
         """Raises PeerLost if nothing more can come of it."""
         if self.error is not None:
-            raise PeerLost(str(self.error)) from self.error
+            lost = PeerLost(str(self.error))
+            lost.rank = self.rank
+            raise lost from self.error
 
     def hear(self, buffers: Sequence[Buffer]) -> Frame | None:
         """Its next frame, if it is one for the user; what it means otherwise is noted."""

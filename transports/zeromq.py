@@ -72,7 +72,7 @@ class ZeroMQ(Endpoint):
             )
         if keys is None and not is_loopback(host):
             _log.warning("rank %d listens at %s with insecure=True: anyone there can read and send frames", rank, host)
-        guests = frozenset(check_public(k) for k in allowed)
+        guests = self.allowed = frozenset(check_public(k) for k in allowed)
         self._keys, self._insecure = keys, insecure
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.ROUTER)
@@ -90,6 +90,11 @@ class ZeroMQ(Endpoint):
     @property
     def address(self) -> str:
         return f"tcp://{self._host}:{self._port}"
+
+    @property
+    def public_key(self) -> str | None:
+        """Its own, if it has one."""
+        return self._keys.public if self._keys else None
 
     def _configure(self, socket: zmq.Socket[bytes], limits: Limits) -> None:
         for option, value in {

@@ -1,0 +1,52 @@
+"""Which way a collective goes, and in pieces of what size: by the line's α and β, so the same on all ranks. Pure.
+
+Seconds for n bytes between P ranks, if α is a message's latency and β its time for a byte:
+
+============  =====================  ==============================
+collective    straight               around
+============  =====================  ==============================
+all-reduce    α + (P − 1)·n·β        2(P − 1)·α + 2(P − 1)/P·n·β
+broadcast     α + (P − 1)·n·β        (P − 1)·α + n·β
+============  =====================  ==============================
+
+A reduction to one rank is a broadcast backwards. All-gather and reduce-scatter send the same bytes either way. Straight,
+P − 1 senders share each receiver's line, unevenly; so they go around once latency is lost in what the bytes take.
+"""
+
+from __future__ import annotations
+
+from commlib.link import Line
+
+_PIECE_S = 4e-3
+_SMALLEST, _LARGEST = 1 << 16, 1 << 20
+_LOST = 10.0  # times as long the bytes take as a message does
+
+
+def piece(line: Line) -> int:
+    """Bytes of a message: what the line carries in a few milliseconds, so that a ring is full soon."""
+    if line.beta * _LARGEST <= _PIECE_S:
+        return _LARGEST
+    return max(_SMALLEST, int(_PIECE_S / line.beta))
+
+
+def all_reduce_around(line: Line, size: int, nbytes: int) -> bool:
+    """Whether an all-reduce of so many bytes goes around the ring."""
+    if size <= 2:
+        return size == 2 and _is_long(line, nbytes)  # in one hop or two: the same bytes, but each adds up half of them
+    straight = line.alpha + (size - 1) * nbytes * line.beta
+    return 2 * (size - 1) * (line.alpha + nbytes / size * line.beta) < straight
+
+
+def broadcast_around(line: Line, size: int, nbytes: int) -> bool:
+    """Whether a broadcast, or a reduction to one rank, goes along the ring."""
+    straight = line.alpha + (size - 1) * nbytes * line.beta
+    return size > 2 and (size - 1) * line.alpha + nbytes * line.beta < straight
+
+
+def gather_around(line: Line, size: int, nbytes: int) -> bool:
+    """Whether an all-gather or a reduce-scatter goes around the ring, of so many bytes a rank."""
+    return size > 2 and _is_long(line, nbytes)
+
+
+def _is_long(line: Line, nbytes: int) -> bool:
+    return nbytes * line.beta > _LOST * line.alpha

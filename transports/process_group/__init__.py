@@ -1,0 +1,1 @@
+"""The backend ``"zmq"`` of torch.distributed: collectives over endpoints."""

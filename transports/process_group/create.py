@@ -1,0 +1,92 @@
+"""Makes the process groups of the backend ``"zmq"``; torch.distributed calls it, on all ranks of a group alike."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import functools
+import threading
+import weakref
+from typing import Any
+
+from commlib.errors import CommlibError
+from commlib.exchange.item import World
+from commlib.schedule import choice
+from commlib.transports.zeromq import ZeroMQ
+
+from . import meeting
+from .engine import Engine
+from .group import ZmqGroup
+from .mail import Mail
+from .options import Options
+
+_defaults: list[Options] = []
+_live: weakref.WeakSet[ZmqGroup] = weakref.WeakSet()
+
+
+def create(about: Any, options: Options | None = None) -> ZmqGroup:
+    """A group.
+
+    Args:
+        about: torch.distributed's: store, group_rank, group_size, timeout, group_id.
+        options: None: those that were given last.
+
+    Raises:
+        TypeError: options of another backend.
+        PeerLost: a rank does not come in time.
+        AuthenticationError: keys are needed, and there are none, or a rank's is not allowed.
+    """
+    if options is not None and not isinstance(options, Options):
+        raise TypeError(f"pg_options of the zmq backend are its Options, got {type(options).__name__}")
+    if options is not None:
+        _defaults[:] = [options]
+    chosen = _defaults[-1] if _defaults else Options()
+    store, world = about.store, World(about.group_rank, about.group_size)
+    timeout: datetime.timedelta = about.timeout
+    seconds = timeout.total_seconds()
+    job = str(about.group_id)
+    open_door = meeting.doors(store, "zmq", world, chosen, seconds)
+    endpoint = open_door(job)
+    try:
+        meeting.introduce(store, "zmq/at", world, endpoint)
+        meeting.hear(store, "zmq/at", world, seconds)
+        for peer in range(world.size):
+            if peer != world.rank:
+                meeting.connect(store, "zmq/at", peer, endpoint, seconds)
+        line = meeting.measure(store, "zmq", world, endpoint, seconds)
+    except BaseException as e:
+        endpoint.abort(f"{type(e).__name__}: {e}")
+        raise
+
+    def open_mail() -> ZeroMQ:
+        found = open_door(f"{job} mail")
+        meeting.introduce(store, "zmq/mail", world, found)
+        return found
+
+    reach = functools.partial(meeting.connect, store, "zmq/mail")
+    engine = Engine(endpoint, job)
+    mail = Mail(world.rank, choice.piece(line), open_mail, reach)
+    closing = threading.Lock()
+    closed: list[bool] = []
+
+    def shut() -> None:
+        with closing:
+            if closed:
+                return
+            closed.append(True)
+        error = CommlibError(f"the process group {job!r} was destroyed")
+        engine.close(error)
+        mail.close(error)
+        endpoint.close()
+        engine.join(5.0)
+
+    group = ZmqGroup(store, world.rank, world.size, timeout, engine, mail, line, shut)
+    _live.add(group)
+    return group
+
+
+@atexit.register
+def _leave() -> None:
+    """What was sent leaves, even where nobody destroys the groups."""
+    for group in list(_live):
+        group.shutdown()

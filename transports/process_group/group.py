@@ -1,0 +1,300 @@
+"""``init_process_group("zmq")``: a process group of torch.distributed, by the schedules of :mod:`commlib.schedule`.
+
+What each call means, its arguments and its results are PyTorch's. All ranks' copies of a call are made here alike:
+which schedule, from what all of them know; and a text of it that every message bears.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from commlib.link import Line
+from commlib.schedule import choice, copies, reductions
+from commlib.schedule.steps import Place, Schedule, cut
+
+from .engine import Call, Engine
+from .mail import Mail
+from .shapes import Parts, check, flats, lengths, one, shares, text
+from .values import Flat, fold, joined, nbytes
+from .work import Work
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """A collective: its text, this rank's schedule, what that fills, and what is done then."""
+
+    what: str
+    schedule: Schedule
+    fills: Sequence[Flat]
+    spread: Callable[[], None] = lambda: None
+
+
+class ZmqGroup(dist.ProcessGroup):  # type: ignore[misc]  # without stubs
+    """A process group over endpoints.
+
+    Args:
+        store: of the group.
+        rank, size: this one among them.
+        timeout: of its calls, where they have none of their own.
+        engine: carries out collectives.
+        mail: messages from one rank to another.
+        line: of the group, the same on all ranks.
+        shut: called at the end.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: datetime.timedelta,
+        engine: Engine,
+        mail: Mail[Any],
+        line: Line,
+        shut: Callable[[], None],
+    ) -> None:
+        super().__init__(rank, size)  # its form with a store makes none that Python may add to
+        self._store = store
+        self.options = types.SimpleNamespace(_timeout=timeout)
+        self._engine, self._mail, self._line, self._shut = engine, mail, line, shut
+        self._place = Place(rank, size, choice.piece(line))
+
+    # -- what it is -----------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:  # noqa: N802  # PyTorch's
+        """Its name."""
+        return "zmq"
+
+    name = getBackendName
+
+    @property
+    def line(self) -> Line:
+        """α and β of a message, as measured when the group was made."""
+        return self._line
+
+    def get_group_store(self) -> Any:
+        """The one it was made by."""
+        return self._store
+
+    def _get_backend(self, device: torch.device) -> ZmqGroup:
+        return self
+
+    def _set_sequence_number_for_group(self) -> None: ...
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._engine.count
+
+    def _set_default_timeout(self, timeout: datetime.timedelta) -> None:
+        self.options._timeout = timeout
+
+    set_timeout = _set_default_timeout
+
+    def shutdown(self) -> None:
+        """Ends it; what is not through fails. Again: nothing."""
+        self._shut()
+
+    abort = shutdown
+
+    # -- sums -----------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Parts, opts: Any = None) -> Work:
+        """One tensor, summed (or what else ``opts.reduceOp`` says) in place."""
+        opts = opts or dist.AllreduceOptions()
+        return self._call([self._all_reduce([one(tensors)], opts)], tensors, opts)
+
+    def allreduce_coalesced(self, tensors: Parts, opts: Any = None) -> Work:
+        """Several tensors of one dtype at once."""
+        opts = opts or dist.AllreduceCoalescedOptions()
+        return self._call([self._all_reduce(tensors, opts)], tensors, opts)
+
+    def _all_reduce(self, tensors: Parts, opts: Any) -> _Part:
+        outs = flats(tensors)
+        whole, spread = joined(outs)
+        name, how = fold(opts.reduceOp, whole.dtype, self._place.size)
+        around = choice.all_reduce_around(self._line, self._place.size, whole.nbytes)
+        schedule = reductions.all_reduce_ring if around else reductions.all_reduce
+        return _Part(f"all_reduce({text(whole)}, {name})", schedule(self._place, whole, how), outs, spread)
+
+    def reduce(self, tensors: Parts, opts: Any = None) -> Work:
+        """Summed on ``opts.rootRank``."""
+        opts = opts or dist.ReduceOptions()
+        out, root = Flat(one(tensors)), opts.rootRank
+        name, how = fold(opts.reduceOp, out.values.dtype, self._place.size)
+        around = choice.broadcast_around(self._line, self._place.size, out.values.nbytes)
+        schedule = (reductions.reduce_chain if around else reductions.reduce)(self._place, out.values, root, how)
+        what = f"reduce({text(out.values)}, {name}, to rank {root})"
+        return self._call([_Part(what, schedule, [out] if self._place.rank == root else [])], tensors, opts)
+
+    def reduce_scatter(self, outputs: Parts, inputs: Sequence[Parts], opts: Any = None) -> Work:
+        """``outputs[0]`` ← the sum of all ranks' ``inputs[0][rank]``."""
+        opts = opts or dist.ReduceScatterOptions()
+        parts = [f.values for f in flats(one(inputs))]
+        return self._call([self._reduce_scatter(Flat(one(outputs)), parts, opts)], outputs, opts)
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        """``output`` ← this rank's part of the sum of all ranks' ``input``, P times as large."""
+        return self.reduce_scatter_tensor_coalesced([output], [input], opts)
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Parts, inputs: Parts, opts: Any = None) -> Work:
+        """Several of these."""
+        opts = opts or dist.ReduceScatterOptions()
+        parts = []
+        for output, input in zip(outputs, inputs, strict=True):
+            each = shares(Flat(input).values, self._place.size, output.numel())
+            parts.append(self._reduce_scatter(Flat(output), each, opts))
+        return self._call(parts, outputs, opts)
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def _reduce_scatter(self, out: Flat, parts: Parts, opts: Any) -> _Part:
+        check("reduce_scatter", parts, out.values, self._place.rank, self._place.size)
+        name, how = fold(opts.reduceOp, out.values.dtype, self._place.size)
+        around = choice.gather_around(self._line, self._place.size, nbytes(parts) // len(parts))
+        schedule = reductions.reduce_scatter_ring if around else reductions.reduce_scatter
+        what = f"reduce_scatter({sum(map(len, parts))} × {out.values.dtype}, {name})"
+        return _Part(what, schedule(self._place, out.values, parts, how), [out])
+
+    # -- copies ---------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Parts, opts: Any = None) -> Work:
+        """``opts.rootRank``'s to all."""
+        opts = opts or dist.BroadcastOptions()
+        out, root = Flat(one(tensors)), opts.rootRank
+        around = choice.broadcast_around(self._line, self._place.size, out.values.nbytes)
+        schedule = (copies.broadcast_chain if around else copies.broadcast)(self._place, out.values, root)
+        return self._call([_Part(f"broadcast({text(out.values)}, of rank {root})", schedule, [out])], tensors, opts)
+
+    def allgather(self, outputs: Sequence[Parts], inputs: Parts, opts: Any = None) -> Work:
+        """``outputs[0][p]`` ← rank p's ``inputs[0]``."""
+        outs = flats(one(outputs))
+        return self._call([self._all_gather(outs, [o.values for o in outs], one(inputs))], one(outputs), opts)
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        """``output``, P times as large ← all ranks' ``input``, one after another."""
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    all_gather_single = _allgather_base
+
+    def all_gather_single_coalesced(self, outputs: Parts, inputs: Parts, opts: Any = None) -> Work:
+        """Several of these."""
+        parts = []
+        for output, input in zip(outputs, inputs, strict=True):
+            out = Flat(output)
+            parts.append(self._all_gather([out], shares(out.values, self._place.size, input.numel()), input))
+        return self._call(parts, outputs, opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather_coalesced(self, outputs: Sequence[Parts], inputs: Parts, opts: Any = None) -> Work:
+        """``outputs[p][i]`` ← rank p's ``inputs[i]``."""
+        parts = []
+        for i, input in enumerate(inputs):
+            outs = flats([o[i] for o in outputs])
+            parts.append(self._all_gather(outs, [o.values for o in outs], input))
+        return self._call(parts, [t for o in outputs for t in o], opts)
+
+    def _all_gather(self, fills: Sequence[Flat], outs: Parts, input: Tensor) -> _Part:
+        flat = Flat(input).values
+        check("all_gather", outs, flat, self._place.rank, self._place.size)
+        around = choice.gather_around(self._line, self._place.size, nbytes(outs) // len(outs))
+        schedule = (copies.all_gather_ring if around else copies.all_gather)(self._place, outs, flat)
+        return _Part(f"all_gather({sum(map(len, outs))} × {flat.dtype})", schedule, fills)
+
+    def gather(self, outputs: Sequence[Parts], inputs: Parts, opts: Any = None) -> Work:
+        """``outputs[0][p]`` on ``opts.rootRank`` ← rank p's ``inputs[0]``."""
+        opts = opts or dist.GatherOptions()
+        root, flat = opts.rootRank, Flat(one(inputs)).values
+        outs = flats(one(outputs)) if self._place.rank == root else []
+        parts = [o.values for o in outs]
+        if self._place.rank == root:
+            check("gather", parts, flat, root, self._place.size)
+        schedule = copies.gather(self._place, parts, flat, root)
+        result = [t for o in outputs for t in o]
+        return self._call([_Part(f"gather({flat.dtype}, to rank {root})", schedule, outs)], result, opts)
+
+    def scatter(self, outputs: Parts, inputs: Sequence[Parts], opts: Any = None) -> Work:
+        """``outputs[0]`` ← ``inputs[0][rank]`` of ``opts.rootRank``."""
+        opts = opts or dist.ScatterOptions()
+        root, out = opts.rootRank, Flat(one(outputs))
+        parts = [f.values for f in flats(one(inputs))] if self._place.rank == root else []
+        if self._place.rank == root:
+            check("scatter", parts, out.values, root, self._place.size)
+        schedule = copies.scatter(self._place, out.values, parts, root)
+        return self._call([_Part(f"scatter({out.values.dtype}, of rank {root})", schedule, [out])], outputs, opts)
+
+    def alltoall(self, outputs: Parts, inputs: Parts, opts: Any = None) -> Work:
+        """``outputs[p]`` ← rank p's ``inputs[rank]``."""
+        outs = flats(outputs)
+        return self._all_to_all(outs, [o.values for o in outs], [f.values for f in flats(inputs)], outputs, opts)
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, out_splits: Sequence[int], splits: Sequence[int], opts: Any = None
+    ) -> Work:
+        """The same, of one tensor cut along dimension 0: evenly, if no splits are given."""
+        out, size = Flat(output), self._place.size
+        outs = cut(out.values, lengths(output, out_splits, size))
+        parts = cut(Flat(input).values, lengths(input, splits, size))
+        return self._all_to_all([out], outs, parts, [output], opts)
+
+    all_to_all_single = alltoall_base
+
+    def _all_to_all(self, fills: Sequence[Flat], outs: Parts, parts: Parts, result: Parts, opts: Any) -> Work:
+        rank, size = self._place.rank, self._place.size
+        check("all_to_all", parts, parts[rank] if len(parts) == size else parts[0], rank, size)
+        check("all_to_all", outs, parts[rank], rank, size)
+        schedule = copies.all_to_all(self._place, outs, parts)
+        return self._call([_Part(f"all_to_all({parts[0].dtype})", schedule, fills)], result, opts)
+
+    def barrier(self, opts: Any = None) -> Work:
+        """Through once all ranks have come."""
+        outs = list(torch.zeros(self._place.size, 1, dtype=torch.uint8).unbind())
+        schedule = copies.all_gather(self._place, outs, torch.zeros(1, dtype=torch.uint8))
+        return self._call([_Part("barrier()", schedule, [])], [], opts)
+
+    # -- one to another -------------------------------------------------------------------------
+
+    def send(self, tensors: Parts, to: int, tag: int) -> Work:
+        """To rank ``to``; through once the tensor may be written to."""
+        return self._mail.send(one(tensors), to, tag, self._seconds(None))
+
+    def recv(self, tensors: Parts, source: int, tag: int) -> Work:
+        """The next message of rank ``source`` with this tag."""
+        return self._mail.recv(one(tensors), source, tag, self._seconds(None))
+
+    def recv_anysource(self, tensors: Parts, tag: int) -> Work:
+        """The next message with this tag, of any rank."""
+        return self._mail.recv(one(tensors), None, tag, self._seconds(None))
+
+    # -- else -----------------------------------------------------------------------------------
+
+    def _call(self, parts: Sequence[_Part], result: Parts, opts: Any) -> Work:
+        """One call of these collectives, one after another."""
+
+        def schedule() -> Schedule:
+            for part in parts:
+                yield from part.schedule
+
+        def done() -> None:
+            for part in parts:
+                part.spread()
+                for flat in part.fills:
+                    flat.back()
+
+        what = parts[0].what if len(parts) == 1 else f"{len(parts)} collectives, first {parts[0].what}"
+        work = Work(what, result, self._engine.help)
+        return self._engine.submit(Call(work, schedule(), done, self._seconds(opts)))
+
+    def _seconds(self, opts: Any) -> float:
+        given: datetime.timedelta | None = getattr(opts, "timeout", None)
+        own = given if given is not None and given.total_seconds() > 0 else self.options._timeout
+        return float(own.total_seconds())

@@ -1,0 +1,116 @@
+"""What a user may tell the backend; what is not told is found out, or read from the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from commlib import keys
+from commlib.errors import CommlibError
+from commlib.host import network
+
+_YES, _NO = frozenset({"1", "true", "yes", "on"}), frozenset({"", "0", "false", "no", "off"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """For ``init_process_group("zmq", pg_options=…)``; later groups of the process are made like the default one.
+
+    Args:
+        host: the interface to use, by its name or its address. Default: ``$COMMLIB_HOST``; else loopback, if all ranks
+            share this machine; else the one from which the route to the store's host goes out.
+        keys: this host's. Default: the pair ``$COMMLIB_KEY``, or ``default``, that ``commlib keys new`` made.
+            Ranks that share a machine need none.
+        insecure: go beyond this machine without keys. Default: ``$COMMLIB_INSECURE``, or no.
+    """
+
+    host: str | None = None
+    keys: keys.KeyPair | None = None
+    insecure: bool | None = None
+
+    def wanted_host(self) -> str | None:
+        """An address, if one is asked for.
+
+        Raises:
+            ValueError: an interface that there is not, or has no address.
+        """
+        given = self.host or os.environ.get("COMMLIB_HOST")
+        return address_of(given) if given else None
+
+    def goes_insecure(self) -> bool:
+        """Whether nothing shall be kept secret.
+
+        Raises:
+            ValueError: the environment says neither yes nor no.
+        """
+        if self.insecure is not None:
+            return self.insecure
+        said = os.environ.get("COMMLIB_INSECURE", "").lower()
+        if said not in _YES | _NO:
+            raise ValueError(f"COMMLIB_INSECURE is 1 or 0, got {said!r}")
+        return said in _YES
+
+    def pair(self) -> keys.KeyPair:
+        """This host's keys.
+
+        Raises:
+            AuthenticationError: there are none.
+        """
+        return self.keys or keys.load(os.environ.get("COMMLIB_KEY", "default"))
+
+
+def address_of(given: str) -> str:
+    """Of an interface's name, its first address; an address is one already.
+
+    Raises:
+        ValueError: neither.
+    """
+    interfaces = network()["interfaces"]
+    known = {address: name for name, i in interfaces.items() for address in i["addresses"]}
+    if given in known or given.startswith("127."):
+        return given
+    if given in interfaces and interfaces[given]["addresses"]:
+        return interfaces[given]["addresses"][0]
+    there = ", ".join(f"{name} ({', '.join(i['addresses']) or 'no address'})" for name, i in interfaces.items())
+    raise ValueError(f"COMMLIB_HOST is an interface of this machine or its address, got {given!r}; there are {there}")
+
+
+def address_towards(host: str) -> str:
+    """This machine's address on the way to another; nothing is sent.
+
+    Raises:
+        CommlibError: there is no way.
+    """
+    try:
+        family, kind, protocol, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as s:
+            s.connect(there)
+            return str(s.getsockname()[0])
+    except OSError as e:
+        raise CommlibError(f"no way to the store's host {host!r} ({e.strerror}): name the interface by COMMLIB_HOST") from e
+
+
+def store_host(store: Any) -> str | None:
+    """Where the store is, if it is one of the network."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    found = getattr(store, "host", None) or os.environ.get("MASTER_ADDR")
+    return str(found) if found else None
+
+
+def machine() -> str:
+    """The same on all ranks that reach each other by loopback, and on no others."""
+    parts = [socket.gethostname()]
+    for path in ("/proc/sys/kernel/random/boot_id",):
+        try:
+            parts.append(Path(path).read_text(encoding="ascii").strip())
+        except OSError:
+            pass
+    try:
+        parts.append(os.readlink("/proc/self/ns/net"))
+    except OSError:
+        pass
+    return " ".join(parts)

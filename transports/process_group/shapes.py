@@ -1,0 +1,74 @@
+"""Whether the tensors of a call fit together, and how they are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .values import Flat
+
+Parts = Sequence[Tensor]
+
+
+def one(given: Sequence[Any]) -> Any:
+    """The only one.
+
+    Raises:
+        ValueError: there are more, or none.
+    """
+    if len(given) != 1:
+        raise ValueError(f"the zmq backend takes one tensor (or one list of them) a call, got {len(given)}")
+    return given[0]
+
+
+def flats(tensors: Parts) -> list[Flat]:
+    """Each of them."""
+    return [Flat(t) for t in tensors]
+
+
+def text(flat: Tensor) -> str:
+    """``1024 × float32``."""
+    return f"{flat.numel()} × {str(flat.dtype).removeprefix('torch.')}"
+
+
+def shares(whole: Tensor, size: int, each: int) -> list[Tensor]:
+    """(P·n,) as P times (n,).
+
+    Raises:
+        ValueError: it has another length.
+    """
+    if whole.numel() != size * each:
+        raise ValueError(f"between {size} ranks, one of which has {each} values, all have {size * each}, got {whole.numel()}")
+    return list(whole.view(size, each).unbind())
+
+
+def lengths(tensor: Tensor, rows: Sequence[int], size: int) -> list[int]:
+    """Values of each rank's part, if ``tensor`` is split along dimension 0: evenly, if no rows are given.
+
+    Raises:
+        ValueError: it cannot be split so.
+    """
+    if not rows:
+        if tensor.shape[0] % size:
+            raise ValueError(f"{tensor.shape[0]} rows cannot be split evenly between {size} ranks")
+        rows = [tensor.shape[0] // size] * size
+    if len(rows) != size or sum(rows) != tensor.shape[0]:
+        raise ValueError(f"splits {list(rows)} are not {size} that make {tensor.shape[0]} rows")
+    each = tensor.numel() // max(1, tensor.shape[0])
+    return [r * each for r in rows]
+
+
+def check(what: str, parts: Parts, own: Tensor, rank: int, size: int) -> None:
+    """Whether ``parts`` are one for each rank, this one's like ``own``.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if len(parts) != size:
+        raise ValueError(f"{what} wants a list of {size} tensors, got {len(parts)}")
+    if any(p.dtype != own.dtype for p in parts):
+        raise ValueError(f"{what} wants tensors of one dtype, got {sorted({str(t.dtype) for t in (own, *parts)})}")
+    if parts[rank].numel() != own.numel():
+        raise ValueError(f"{what}: this rank's tensor has {own.numel()} values, and its place {parts[rank].numel()}")

@@ -1,0 +1,104 @@
+"""Tensors as the bytes of messages, and what adding them up means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from commlib.frame import Buffer
+from commlib.schedule.steps import Fold
+
+
+def to_buffer(flat: Tensor) -> Buffer:
+    """The bytes of (n,), contiguous, on the CPU; not copied."""
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def from_buffer(buffer: Buffer, dtype: torch.dtype) -> Tensor:
+    """(n,) in these bytes, n ≥ 1; not copied."""
+    return torch.frombuffer(buffer, dtype=dtype)
+
+
+class Flat:
+    """What a call reads and fills, as a contiguous (n,) on the CPU: the tensor itself, where it is that already.
+
+    Args:
+        tensor: any shape and strides.
+
+    Raises:
+        ValueError: it is sparse, or quantised.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise ValueError(f"the zmq backend carries dense tensors, got one of layout {tensor.layout}")
+        self._tensor = tensor.detach()
+        self._itself = tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.is_conj()
+        held = self._tensor if self._itself else self._tensor.to("cpu", copy=True).resolve_conj().contiguous()
+        self.values = held.view(-1)
+
+    def back(self) -> None:
+        """Brings what was filled to where it belongs."""
+        if not self._itself:
+            self._tensor.copy_(self.values.view(self._tensor.shape))
+
+
+def joined(flats: Sequence[Flat]) -> tuple[Tensor, Callable[[], None]]:
+    """All of them as one (Σ n,), of one dtype, and what puts that back into each."""
+    if len(flats) == 1:
+        return flats[0].values, lambda: None
+    parts = [f.values for f in flats]
+    whole = torch.cat(parts)
+
+    def back() -> None:
+        for part, came in zip(parts, whole.split([p.numel() for p in parts]), strict=True):
+            part.copy_(came)
+
+    return whole, back
+
+
+_Add = Callable[[Tensor, Tensor], object]
+
+_ADDS: Mapping[Any, tuple[str, _Add]] = {
+    dist.ReduceOp.RedOpType.SUM: ("sum", Tensor.add_),
+    dist.ReduceOp.RedOpType.AVG: ("average", Tensor.add_),
+    dist.ReduceOp.RedOpType.PRODUCT: ("product", Tensor.mul_),
+    dist.ReduceOp.RedOpType.MIN: ("minimum", lambda a, b: torch.minimum(a, b, out=a)),
+    dist.ReduceOp.RedOpType.MAX: ("maximum", lambda a, b: torch.maximum(a, b, out=a)),
+    dist.ReduceOp.RedOpType.BAND: ("bitwise and", Tensor.bitwise_and_),
+    dist.ReduceOp.RedOpType.BOR: ("bitwise or", Tensor.bitwise_or_),
+    dist.ReduceOp.RedOpType.BXOR: ("bitwise xor", Tensor.bitwise_xor_),
+}
+_BITWISE = frozenset({"bitwise and", "bitwise or", "bitwise xor"})
+
+
+def fold(op: Any, dtype: torch.dtype, size: int) -> tuple[str, Fold]:
+    """A ``dist.ReduceOp``'s name, and what it does between ``size`` ranks.
+
+    Raises:
+        ValueError: an operation that there is not, or not of this dtype.
+    """
+    kind = getattr(op, "op", op)
+    if kind not in _ADDS:
+        raise ValueError(f"the zmq backend has no {kind}; it has {', '.join(name for name, _ in _ADDS.values())}")
+    name, add = _ADDS[kind]
+    real = dtype.is_floating_point or dtype.is_complex
+    if name in _BITWISE and real:
+        raise ValueError(f"a {name} is of whole numbers, not of {dtype}")
+    if name in ("minimum", "maximum") and dtype.is_complex:
+        raise ValueError(f"{dtype} has no {name}")
+    if name == "average":
+        if not real:
+            raise ValueError(f"an average is of floating-point numbers, not of {dtype}")
+        return name, Fold(add, lambda total: total.div_(size))
+    return name, Fold(add)
+
+
+def nbytes(flats: Sequence[Tensor]) -> int:
+    """Of all of them."""
+    return sum(math.prod(f.shape) * f.itemsize for f in flats)

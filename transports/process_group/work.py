@@ -1,0 +1,103 @@
+"""What a call of a process group gives back: something to wait for."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Help = Callable[["Work"], None]
+"""Gets a work done in the thread that waits for it, as far as that is possible; may return before it is."""
+
+
+class Work(dist.Work):  # type: ignore[misc]  # without stubs
+    """A call under way. Any number of threads may wait for it.
+
+    Waiting with a deadline that passes raises RuntimeError and changes nothing, as Gloo's does.
+
+    Args:
+        what: the call, in words.
+        result: what it fills.
+        help: see :data:`Help`.
+    """
+
+    def __init__(self, what: str, result: Sequence[Tensor], help: Help | None = None) -> None:
+        super().__init__()
+        self.what, self.source = what, -1
+        self._result, self._help = list(result), help
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[list[Tensor]] | None = None
+
+    def end(self, error: BaseException | None = None) -> None:
+        """It is through, or failed; once, by whoever carries it out."""
+        with self._lock:
+            self._error = error
+            self._ended.set()
+            future = self._future
+        if future is not None:
+            self._tell(future)
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+        """True once it is through; raises what it failed with. No timeout: its call's own decides."""
+        seconds = timeout.total_seconds()
+        if seconds > 0:
+            if not self._ended.wait(seconds):
+                raise RuntimeError(f"{self.what} was not through within {seconds:g} s; it goes on")
+        else:
+            while not self._ended.is_set():
+                if self._help is not None:
+                    self._help(self)
+                else:
+                    self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is through, or failed."""
+        return self._ended.is_set()
+
+    def is_success(self) -> bool:
+        """Whether it is through."""
+        return self._ended.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """What it failed with."""
+        return self._error
+
+    def synchronize(self) -> None:
+        """Waits."""
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        """The tensors that the call filled."""
+        return self._result
+
+    def source_rank(self) -> int:
+        """Whose message it was (``recv``)."""
+        return self.source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """Of :meth:`result`."""
+        with self._lock:
+            found, ended = self._future, self._ended.is_set()
+            if found is None:
+                found = self._future = torch.futures.Future()
+                if ended:
+                    self._tell(found)
+        return found
+
+    def _tell(self, future: torch.futures.Future[Any]) -> None:
+        if self._error is None:
+            future.set_result(self._result)
+        else:
+            future.set_exception(self._error)  # type: ignore[arg-type]  # its stub asks for a result

@@ -8,8 +8,10 @@ yet to read is bounded, whatever lies between the two, and nothing is dropped.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from commlib.errors import ProtocolError
-from commlib.frame import Frame
+from commlib.frame import Buffer
 
 WINDOW = 64 << 20
 """Bytes that may be on their way to one peer; a larger frame goes when most of that has been taken."""
@@ -21,14 +23,14 @@ def _step(window: int) -> int:
     return max(1, window // 4)
 
 
-def _fits(waiting: int, frame: Frame, window: int) -> bool:
+def _fits(waiting: int, cost: int, window: int) -> bool:
     # What the receiver knows to wait is never more than the sender does: so who keeps this is never accused.
-    return waiting < _step(window) or waiting + cost(frame) <= window
+    return waiting < _step(window) or waiting + cost <= window
 
 
-def cost(frame: Frame) -> int:
-    """What a frame takes of the window, bytes."""
-    return frame.nbytes + _EACH
+def cost(parts: Sequence[Buffer]) -> int:
+    """What a frame of these parts takes of the window, bytes."""
+    return sum(memoryview(p).nbytes for p in parts) + _EACH
 
 
 class Sender:
@@ -46,17 +48,17 @@ class Sender:
         """Bytes that the peer has not told of having taken."""
         return self._sent - self._taken
 
-    def admits(self, frame: Frame) -> bool:
+    def admits(self, cost: int) -> bool:
         """Whether it may go now."""
-        return _fits(self.waiting, frame, self._window)
+        return _fits(self.waiting, cost, self._window)
 
-    def sent(self, frame: Frame) -> None:
+    def sent(self, cost: int) -> None:
         """It goes."""
-        self._sent += cost(frame)
+        self._sent += cost
 
-    def kept(self, frame: Frame) -> None:
+    def kept(self, cost: int) -> None:
         """It did not go after all."""
-        self._sent -= cost(frame)
+        self._sent -= cost
 
     def taken(self, total: int) -> None:
         """The peer has taken so much since the beginning.
@@ -79,20 +81,20 @@ class Receiver:
     def __init__(self, window: int = WINDOW) -> None:
         self._window, self._came, self._taken, self._told = window, 0, 0, 0
 
-    def came(self, frame: Frame) -> None:
+    def came(self, cost: int) -> None:
         """One has come, and waits.
 
         Raises:
             ProtocolError: its sender had no credit for it.
         """
         waiting = self._came - self._taken
-        if not _fits(waiting, frame, self._window):
+        if not _fits(waiting, cost, self._window):
             raise ProtocolError(f"it sends on, with {waiting} bytes that have not been taken: {self._window} may wait")
-        self._came += cost(frame)
+        self._came += cost
 
-    def take(self, frame: Frame) -> int | None:
+    def take(self, cost: int) -> int | None:
         """One is taken. Returns the total to tell the sender of, if it is time to."""
-        self._taken += cost(frame)
+        self._taken += cost
         if self._taken - self._told < _step(self._window):
             return None
         self._told = self._taken

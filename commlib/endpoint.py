@@ -129,18 +129,18 @@ class Endpoint(ABC):
             to = self._peers.of(peer)
         if to.address is None:
             raise ValueError(f"rank {self.rank} has no way to rank {peer}: connect({peer}, its address) first")
-        frame = Frame("data", self.rank, **fields)
+        cost = credit.cost(fields.get("parts", ()))
         seconds = self._timeout if timeout is None else timeout
-        if self._turns.wait(functools.partial(self._admitted, to, frame), time.monotonic() + seconds) is None:
+        if self._turns.wait(functools.partial(self._admitted, to, cost), time.monotonic() + seconds) is None:
             raise PeerLost(
                 f"rank {peer} has not taken what rank {self.rank} sent to {to.address} for {seconds:g} s: "
                 f"{to.credit.waiting} bytes are on their way, {self._window} may be; {to.news()}"
             )
         try:
             return self._say(to, "data", **fields)
-        except ValueError:
+        except (ValueError, TypeError):
             with self._turns.lock:
-                to.credit.kept(frame)
+                to.credit.kept(cost)
             raise
 
     def recv(self, peer: int | None = None, *, timeout: float | None = None) -> Frame:
@@ -207,12 +207,12 @@ class Endpoint(ABC):
 
     # -- else -----------------------------------------------------------------------------------
 
-    def _admitted(self, to: Peer, frame: Frame) -> bool | None:
+    def _admitted(self, to: Peer, cost: int) -> bool | None:
         self._check_open()
         to.check()
-        if not to.credit.admits(frame):
+        if not to.credit.admits(cost):
             return None
-        to.credit.sent(frame)
+        to.credit.sent(cost)
         return True
 
     def _next(self, whose: Peer | None) -> tuple[Peer, Frame, int | None] | None:

@@ -113,8 +113,12 @@ def wait_for_all(store: Any, key: str, world: World, timeout: float) -> list[int
 
 def roll_call(group: Any, key: str, world: World, timeout: float) -> str:
     """After a failure: who else is still there, in words, which are left for the others too. Never raises."""
+    return roll_call_at(store_of(group), key, world, timeout)
+
+
+def roll_call_at(store: Any, key: str, world: World, timeout: float) -> str:
+    """The same at a store."""
     try:
-        store = store_of(group)
         store.set(f"{key}/called", b"")
         store.set(f"{key}/{world.rank}", b"here")
         missing = wait_for_all(store, key, world, timeout)

@@ -102,7 +102,7 @@ class Peer:
             if frame.kind == "taken":
                 self.credit.taken(frame.clock)
             elif frame.kind == "data":
-                self.taken.came(frame)
+                self.taken.came(credit.cost(frame.parts))
         except ProtocolError as e:
             raise ProtocolError(f"from rank {self.rank}: {e}") from None
 
@@ -159,7 +159,7 @@ class Peers:
         first = min((p for p in asked if p.box), key=lambda p: p.box[0][0], default=None)
         if first is not None:
             frame = first.box.popleft()[1]
-            return first, frame, first.taken.take(frame)
+            return first, frame, first.taken.take(credit.cost(frame.parts))
         for peer in asked:
             if peer.error is not None and whose is None:
                 self.forget(peer)

@@ -8,7 +8,6 @@ in a cut may be lost, which :mod:`commlib.peers` sees by the numbers of the fram
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import logging
 import re
@@ -32,6 +31,8 @@ _AT_ONCE = 64  # frames taken in one go
 _LOGGED = 20  # of those who are turned away
 _HANDSHAKE_MS, _HEARTBEAT_MS, _AGAIN_MS, _SLOWEST_MS = 5_000, 2_000, 50, 2_000
 _DOMAIN = b"commlib"
+# As numbers: to combine them as pyzmq's enumerations takes longer than to send.
+_LAST, _MORE, _COMES = int(zmq.DONTWAIT), int(zmq.DONTWAIT) | int(zmq.SNDMORE), int(zmq.POLLIN)
 
 
 class ZeroMQ(Endpoint):
@@ -76,6 +77,8 @@ class ZeroMQ(Endpoint):
         self._keys, self._insecure = keys, insecure
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.ROUTER)
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox, zmq.POLLIN)
         self._door = _Door(self._context, guests) if keys else None
         self._ways: dict[int, zmq.Socket[bytes]] = {}
         self._configure(self._inbox, limits)
@@ -141,25 +144,33 @@ class ZeroMQ(Endpoint):
 
     def _put(self, peer: int, buffers: Sequence[Buffer]) -> Sent:
         way, last = self._ways[peer], len(buffers) - 1
-        large = [memoryview(b).nbytes > _COPIED for b in buffers]
-        frames = [zmq.Frame(b, track=big, copy=not big) for b, big in zip(buffers, large, strict=True)]
+        trackers = []
         try:
-            for i, frame in enumerate(frames):
-                way.send(frame, flags=zmq.NOBLOCK | (zmq.SNDMORE if i < last else 0), copy=False)
+            for i, buffer in enumerate(buffers):
+                flags = _MORE if i < last else _LAST
+                if memoryview(buffer).nbytes > _COPIED:
+                    trackers.append(way.send(buffer, flags, copy=False, track=True))
+                else:
+                    way.send(buffer, flags)
         except zmq.Again:  # nothing is too much for it: it has been told not to come again
             key = f": does it allow {self._keys.public}?" if self._keys else ""
             raise PeerLost(f"rank {peer} has refused the connection of rank {self.rank}{key}") from None
-        return _Leaving([f.tracker for f, big in zip(frames, large, strict=True) if big])
+        return _Leaving(trackers)
 
     def _take(self, seconds: float) -> Sequence[Arrival]:
         came: list[Arrival] = []
-        with contextlib.suppress(zmq.Again):
-            if self._inbox.poll(round(1000 * seconds)):
-                while len(came) < _AT_ONCE:
-                    connection, *frames = self._inbox.recv_multipart(zmq.NOBLOCK, copy=False)
-                    identity = str(connection.get("User-Id")) if self._keys is not None else None
-                    came.append(Arrival(connection.bytes, identity, [f.buffer for f in frames]))
+        more = bool(self._poller.poll(round(1000 * seconds)))
+        while more and len(came) < _AT_ONCE:
+            connection, *frames = self._inbox.recv_multipart(_LAST, copy=False)
+            identity = str(connection.get("User-Id")) if self._keys is not None else None
+            came.append(Arrival(connection.bytes, identity, [f.buffer for f in frames]))
+            more = bool(self._events() & _COMES)
         return came
+
+    def _events(self) -> int:
+        found = self._inbox.getsockopt(zmq.EVENTS)
+        assert isinstance(found, int)
+        return found
 
     def _shut(self, peers: Sequence[int], seconds: float) -> None:
         for peer, way in self._ways.items():

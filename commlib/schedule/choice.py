@@ -9,8 +9,8 @@ all-reduce    α + (P − 1)·n·β        2(P − 1)·α + 2(P − 1)/P·n·β
 broadcast     α + (P − 1)·n·β        (P − 1)·α + n·β
 ============  =====================  ==============================
 
-A reduction to one rank is a broadcast backwards. All-gather and reduce-scatter send the same bytes either way. Straight,
-P − 1 senders share each receiver's line, unevenly; so they go around once latency is lost in what the bytes take.
+A reduction to one rank is a broadcast backwards. All-gather and reduce-scatter send the same bytes either way.
+Straight, P − 1 senders share a receiver's line, unevenly: so they go around where latency is lost in the bytes' time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a rank's part in a collective is made of.
 
 A *schedule* is a generator: it yields :class:`Send`, :class:`Recv` and :class:`Free`, and computes in between. Whoever
-drives it carries each step out, sends what a :class:`Recv` got into it, and knows nothing of the collective. Between two
-ranks messages come in the order in which they were sent, and each is received by the step that it was sent for.
+drives it carries each step out, sends what a :class:`Recv` got into it, and knows nothing of the collective. Between
+two ranks messages come in the order in which they were sent, and each is received by the step that it was sent for.
 
 Nothing that was sent is copied. So a schedule must not write to it before it has arrived: it knows that from what it
 received since (a sum that it is part of), or it asks for it by :class:`Free`. At the end of a schedule all is free.
@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Callable, Generator, Sequence
 from itertools import accumulate, pairwise
 
+import torch
 from torch import Tensor
 
 
@@ -81,7 +82,9 @@ class Place:
 
     def pieces(self, flat: Tensor) -> list[Tensor]:
         """(n,) cut into messages; of nothing, none."""
-        return list(flat.split(max(1, self.piece // flat.itemsize))) if flat.numel() else []
+        if flat.nbytes <= self.piece:
+            return [flat] if flat.numel() else []
+        return list(torch.split(flat, max(1, self.piece // flat.itemsize)))
 
     def segments(self, flat: Tensor) -> list[Tensor]:
         """(n,) cut into one part for each rank, alike to one value."""

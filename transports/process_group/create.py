@@ -11,7 +11,9 @@ from typing import Any
 
 from commlib.errors import CommlibError
 from commlib.exchange.item import World
+from commlib.handshake import roll_call_at
 from commlib.schedule import choice
+from commlib.schedule.steps import Place
 from commlib.transports.zeromq import ZeroMQ
 
 from . import meeting
@@ -20,6 +22,7 @@ from .group import ZmqGroup
 from .mail import Mail
 from .options import Options
 
+_ROLL_CALL_S = 3.0  # ranks that were told that one gave up answer at once
 _defaults: list[Options] = []
 _live: weakref.WeakSet[ZmqGroup] = weakref.WeakSet()
 
@@ -64,8 +67,9 @@ def create(about: Any, options: Options | None = None) -> ZmqGroup:
         return found
 
     reach = functools.partial(meeting.connect, store, "zmq/mail")
-    engine = Engine(endpoint, job)
-    mail = Mail(world.rank, choice.piece(line), open_mail, reach)
+    engine = Engine(endpoint, job, functools.partial(roll_call_at, store, "zmq/roll", world, _ROLL_CALL_S))
+    place = Place(world.rank, world.size, choice.piece(line))
+    mail = Mail(place, open_mail, reach)
     closing = threading.Lock()
     closed: list[bool] = []
 
@@ -80,7 +84,7 @@ def create(about: Any, options: Options | None = None) -> ZmqGroup:
         endpoint.close()
         engine.join(5.0)
 
-    group = ZmqGroup(store, world.rank, world.size, timeout, engine, mail, line, shut)
+    group = ZmqGroup(store, place, timeout, engine, mail, line, shut)
     _live.add(group)
     return group
 

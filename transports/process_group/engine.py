@@ -16,7 +16,6 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
@@ -26,6 +25,8 @@ from commlib.schedule.steps import Free, Recv, Schedule, Send
 
 from .values import from_buffer, to_buffer
 from .work import Work
+
+_LOOK_S = 0.25  # so long a call may lie there whose caller said that it would wait, and does not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +52,13 @@ class Engine:
     Args:
         endpoint: connected to all others of the group, and used by nobody else.
         name: of the group.
+        roll_call: says after a failure who is still there, in words.
     """
 
-    def __init__(self, endpoint: Endpoint, name: str) -> None:
-        self._endpoint, self._name = endpoint, name
-        self._lock = threading.Condition()
+    def __init__(self, endpoint: Endpoint, name: str, roll_call: Callable[[], str]) -> None:
+        self._endpoint, self._name, self._roll_call = endpoint, name, roll_call
+        self._lock = threading.Lock()
+        self._work, self._ended = threading.Condition(self._lock), threading.Condition(self._lock)
         self._queue: collections.deque[Call] = collections.deque()
         self._busy = False
         self._closed = False
@@ -69,13 +72,19 @@ class Engine:
         """Calls that have begun."""
         return self._count
 
-    def submit(self, call: Call) -> Work:
-        """Puts a call behind those before it. After a failure it fails at once, and for the same reason."""
+    def submit(self, call: Call, *, waited_for: bool = False) -> Work:
+        """Puts a call behind those before it. After a failure it fails at once, and for the same reason.
+
+        Args:
+            call: to carry out.
+            waited_for: its caller is about to wait for it, and so carries it out: the thread need not be woken.
+        """
         with self._lock:
             error = self._error
             if error is None:
                 self._queue.append(call)
-                self._lock.notify_all()
+                if not waited_for:
+                    self._work.notify()
         if error is not None:
             call.work.end(error)
         return call.work
@@ -86,7 +95,7 @@ class Engine:
             if work.is_completed():
                 return
             if self._busy or not self._queue:
-                self._lock.wait()
+                self._ended.wait()
                 return
             call = self._begin()
         self._carry_out(call)
@@ -97,7 +106,7 @@ class Engine:
             self._closed = True
             self._error = self._error or error
             left, self._queue = list(self._queue), collections.deque()
-            self._lock.notify_all()
+            self._work.notify()
         for call in left:
             call.work.end(error)
 
@@ -111,7 +120,8 @@ class Engine:
     def _serve(self) -> None:
         while True:
             with self._lock:
-                self._lock.wait_for(lambda: self._closed or (self._queue and not self._busy))
+                while not self._closed and (self._busy or not self._queue):
+                    self._work.wait(_LOOK_S)
                 if self._closed:
                     return
                 call = self._begin()
@@ -128,7 +138,7 @@ class Engine:
             self._run(call)
             call.done()
         except BaseException as e:
-            error = self._named(call, e)
+            error = self._gone(call, e)
         with self._lock:
             self._busy = False
             left: list[Call] = []
@@ -138,9 +148,9 @@ class Engine:
         for each in (call, *left):
             each.work.end(error)
         with self._lock:
-            self._lock.notify_all()
-        if error is not None:
-            self._endpoint.abort(str(error))  # the others need not wait for their deadline
+            self._ended.notify_all()
+            if self._queue:
+                self._work.notify()
 
     # -- one call -------------------------------------------------------------------------------
 
@@ -188,14 +198,16 @@ class Engine:
                 raise PeerLost("what was sent has not left")
         return []
 
-    def _named(self, call: Call, error: BaseException) -> BaseException:
-        """The error, which says what it ended."""
+    def _gone(self, call: Call, error: BaseException) -> BaseException:
+        """The group is of no more use: tells the others, and returns the error, which says what it ended, and who is
+        missing."""
         if self._closed and self._error is not None:
             return self._error
+        where = f"group {self._name!r}, call {self._count}, {call.work.what}, {call.timeout:g} s"
+        self._endpoint.abort(f"{error} ({where})")
         if not isinstance(error, CommlibError):
             return error
-        where = f"group {self._name!r}, call {self._count}: {call.work.what}"
-        known: dict[str, Any] = {"kind": type(error) if type(error) in (PeerLost, ProtocolError) else CommlibError}
-        named: CommlibError = known["kind"](f"{error} ({where}, {call.timeout:g} s)")
+        kind = type(error) if isinstance(error, (PeerLost, ProtocolError)) else CommlibError
+        named = kind(f"{error} ({where}; {self._roll_call()})")
         named.__cause__ = error
         return named

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from commlib.schedule import choice, copies, reductions
 from commlib.schedule.steps import Place, Schedule, cut
 
 from .engine import Call, Engine
+from .identity import Identity
 from .mail import Mail
 from .shapes import Parts, check, flats, lengths, one, shares, text
 from .values import Flat, fold, joined, nbytes
@@ -37,65 +37,35 @@ class _Part:
     spread: Callable[[], None] = lambda: None
 
 
-class ZmqGroup(dist.ProcessGroup):  # type: ignore[misc]  # without stubs
+class ZmqGroup(Identity):
     """A process group over endpoints.
 
     Args:
         store: of the group.
-        rank, size: this one among them.
+        place: this rank among the others.
         timeout: of its calls, where they have none of their own.
         engine: carries out collectives.
         mail: messages from one rank to another.
-        line: of the group, the same on all ranks.
+        line: α and β of a message, the same on all ranks.
         shut: called at the end.
     """
 
     def __init__(
         self,
         store: Any,
-        rank: int,
-        size: int,
+        place: Place,
         timeout: datetime.timedelta,
         engine: Engine,
         mail: Mail[Any],
         line: Line,
         shut: Callable[[], None],
     ) -> None:
-        super().__init__(rank, size)  # its form with a store makes none that Python may add to
-        self._store = store
-        self.options = types.SimpleNamespace(_timeout=timeout)
-        self._engine, self._mail, self._line, self._shut = engine, mail, line, shut
-        self._place = Place(rank, size, choice.piece(line))
-
-    # -- what it is -----------------------------------------------------------------------------
-
-    def getBackendName(self) -> str:  # noqa: N802  # PyTorch's
-        """Its name."""
-        return "zmq"
-
-    name = getBackendName
-
-    @property
-    def line(self) -> Line:
-        """α and β of a message, as measured when the group was made."""
-        return self._line
-
-    def get_group_store(self) -> Any:
-        """The one it was made by."""
-        return self._store
-
-    def _get_backend(self, device: torch.device) -> ZmqGroup:
-        return self
-
-    def _set_sequence_number_for_group(self) -> None: ...
+        super().__init__(store, place, timeout)
+        self.line = line
+        self._engine, self._mail, self._shut, self._place = engine, mail, shut, place
 
     def _get_sequence_number_for_group(self) -> int:
         return self._engine.count
-
-    def _set_default_timeout(self, timeout: datetime.timedelta) -> None:
-        self.options._timeout = timeout
-
-    set_timeout = _set_default_timeout
 
     def shutdown(self) -> None:
         """Ends it; what is not through fails. Again: nothing."""
@@ -119,7 +89,7 @@ class ZmqGroup(dist.ProcessGroup):  # type: ignore[misc]  # without stubs
         outs = flats(tensors)
         whole, spread = joined(outs)
         name, how = fold(opts.reduceOp, whole.dtype, self._place.size)
-        around = choice.all_reduce_around(self._line, self._place.size, whole.nbytes)
+        around = choice.all_reduce_around(self.line, self._place.size, whole.nbytes)
         schedule = reductions.all_reduce_ring if around else reductions.all_reduce
         return _Part(f"all_reduce({text(whole)}, {name})", schedule(self._place, whole, how), outs, spread)
 
@@ -128,7 +98,7 @@ class ZmqGroup(dist.ProcessGroup):  # type: ignore[misc]  # without stubs
         opts = opts or dist.ReduceOptions()
         out, root = Flat(one(tensors)), opts.rootRank
         name, how = fold(opts.reduceOp, out.values.dtype, self._place.size)
-        around = choice.broadcast_around(self._line, self._place.size, out.values.nbytes)
+        around = choice.broadcast_around(self.line, self._place.size, out.values.nbytes)
         schedule = (reductions.reduce_chain if around else reductions.reduce)(self._place, out.values, root, how)
         what = f"reduce({text(out.values)}, {name}, to rank {root})"
         return self._call([_Part(what, schedule, [out] if self._place.rank == root else [])], tensors, opts)
@@ -159,7 +129,7 @@ class ZmqGroup(dist.ProcessGroup):  # type: ignore[misc]  # without stubs
     def _reduce_scatter(self, out: Flat, parts: Parts, opts: Any) -> _Part:
         check("reduce_scatter", parts, out.values, self._place.rank, self._place.size)
         name, how = fold(opts.reduceOp, out.values.dtype, self._place.size)
-        around = choice.gather_around(self._line, self._place.size, nbytes(parts) // len(parts))
+        around = choice.gather_around(self.line, self._place.size, nbytes(parts) // len(parts))
         schedule = reductions.reduce_scatter_ring if around else reductions.reduce_scatter
         what = f"reduce_scatter({sum(map(len, parts))} × {out.values.dtype}, {name})"
         return _Part(what, schedule(self._place, out.values, parts, how), [out])
@@ -170,7 +140,7 @@ class ZmqGroup(dist.ProcessGroup):  # type: ignore[misc]  # without stubs
         """``opts.rootRank``'s to all."""
         opts = opts or dist.BroadcastOptions()
         out, root = Flat(one(tensors)), opts.rootRank
-        around = choice.broadcast_around(self._line, self._place.size, out.values.nbytes)
+        around = choice.broadcast_around(self.line, self._place.size, out.values.nbytes)
         schedule = (copies.broadcast_chain if around else copies.broadcast)(self._place, out.values, root)
         return self._call([_Part(f"broadcast({text(out.values)}, of rank {root})", schedule, [out])], tensors, opts)
 
@@ -206,7 +176,7 @@ class ZmqGroup(dist.ProcessGroup):  # type: ignore[misc]  # without stubs
     def _all_gather(self, fills: Sequence[Flat], outs: Parts, input: Tensor) -> _Part:
         flat = Flat(input).values
         check("all_gather", outs, flat, self._place.rank, self._place.size)
-        around = choice.gather_around(self._line, self._place.size, nbytes(outs) // len(outs))
+        around = choice.gather_around(self.line, self._place.size, nbytes(outs) // len(outs))
         schedule = (copies.all_gather_ring if around else copies.all_gather)(self._place, outs, flat)
         return _Part(f"all_gather({sum(map(len, outs))} × {flat.dtype})", schedule, fills)
 
@@ -292,7 +262,8 @@ class ZmqGroup(dist.ProcessGroup):  # type: ignore[misc]  # without stubs
 
         what = parts[0].what if len(parts) == 1 else f"{len(parts)} collectives, first {parts[0].what}"
         work = Work(what, result, self._engine.help)
-        return self._engine.submit(Call(work, schedule(), done, self._seconds(opts)))
+        call = Call(work, schedule(), done, self._seconds(opts))
+        return self._engine.submit(call, waited_for=not getattr(opts, "asyncOp", True))
 
     def _seconds(self, opts: Any) -> float:
         given: datetime.timedelta | None = getattr(opts, "timeout", None)

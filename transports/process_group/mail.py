@@ -17,7 +17,8 @@ from torch import Tensor
 
 from commlib.endpoint import Endpoint
 from commlib.errors import CommlibError, PeerLost, ProtocolError
-from commlib.frame import Frame
+from commlib.frame import Buffer, Frame
+from commlib.schedule.steps import Place
 
 from .matcher import Matcher, Wanted
 from .values import Flat, from_buffer, to_buffer
@@ -55,14 +56,13 @@ class Mail(Generic[E]):
     """One group's.
 
     Args:
-        rank: this one's.
-        piece: bytes of a frame at most.
+        place: this rank.
         open: makes the endpoint, and tells the others where it is.
         connect: opens the way to a rank, waiting so many seconds until that says where it is.
     """
 
-    def __init__(self, rank: int, piece: int, open: Callable[[], E], connect: Callable[[int, E, float], None]) -> None:
-        self._rank, self._piece, self._open, self._connect = rank, piece, open, connect
+    def __init__(self, place: Place, open: Callable[[], E], connect: Callable[[int, E, float], None]) -> None:
+        self._place, self._open, self._connect = place, open, connect
         self._lock = threading.Condition()
         self._endpoint: E | None = None
         self._threads: list[threading.Thread] = []
@@ -70,6 +70,7 @@ class Mail(Generic[E]):
         self._known: set[int] = set()
         self._matcher: Matcher[_Message, Receive] = Matcher()
         self._partly: dict[int, _Message] = {}
+        self._gone: dict[int | None, PeerLost] = {}
         self._reader: threading.Thread | None = None
         self._closed: BaseException | None = None
 
@@ -97,6 +98,9 @@ class Mail(Generic[E]):
                 raise self._closed
             endpoint = self._here()
             found = self._matcher.want(Wanted(source, tag, receive))
+            if found is None and source in self._gone:
+                self._matcher.forget(receive)
+                raise self._gone[source]
             if found is None and self._reader is None:
                 self._reader = self._thread("reader", self._read, endpoint)
             self._lock.notify_all()
@@ -146,8 +150,7 @@ class Mail(Generic[E]):
             work.end(error)
 
     def _send(self, endpoint: E, to: int, flat: Tensor, tag: int, end: float) -> None:
-        pieces = flat.split(max(1, self._piece // flat.itemsize)) if flat.numel() else ()
-        parts = [(to_buffer(p),) for p in pieces] or [()]
+        parts: list[tuple[Buffer, ...]] = [(to_buffer(p),) for p in self._place.pieces(flat)] or [()]
         sent = [
             endpoint.send(
                 to, clock=tag, flags=int(i == len(parts) - 1), parts=part, timeout=max(0.0, end - time.monotonic())
@@ -204,16 +207,18 @@ class Mail(Generic[E]):
             receive.fill(frame.sender, message)
 
     def _lost(self, error: PeerLost) -> None:
-        """Nothing came for a while, or nothing more comes of a rank: those whose deadline is over fail, or wait for it."""
+        """Nothing came for a while, or nothing more comes of a rank: who waits for that, or waited too long, fails."""
         now = time.monotonic()
         with self._lock:
+            if error.rank is not None:
+                self._gone[error.rank] = error
             over = [w.ticket for w in self._matcher.wanted if w.ticket.end <= now]
             gone = [w.ticket for w in self._matcher.wanted if error.rank is not None and w.source == error.rank]
             for receive in (*over, *gone):
                 self._matcher.forget(receive)
         for receive in dict.fromkeys((*gone, *over)):
             why = str(error) if receive in gone else "nothing came in time"
-            receive.work.end(PeerLost(f"{receive.what} at rank {self._rank}: {why}"))
+            receive.work.end(PeerLost(f"{receive.what} at rank {self._place.rank}: {why}"))
 
     def _give_up(self, error: CommlibError) -> None:
         with self._lock:

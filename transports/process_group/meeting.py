@@ -38,7 +38,7 @@ def hear(store: Any, key: str, world: World, seconds: float) -> list[Any]:
     missing = wait_for_all(store, key, world, seconds)
     if missing:
         who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-        raise PeerLost(f"rank {world.rank} waited {seconds:g} s, and {who} of {world.size} did not come to make the group")
+        raise PeerLost(f"rank {world.rank} waited {seconds:g} s, and {who} of {world.size} did not come")
     return [msgpack.unpackb(store.get(f"{key}/{r}")) for r in range(world.size)]
 
 
@@ -93,7 +93,7 @@ def connect(store: Any, key: str, peer: int, endpoint: ZeroMQ, seconds: float) -
     address, its_key = msgpack.unpackb(store.get(f"{key}/{peer}"))
     if its_key is not None and endpoint.public_key is not None and its_key not in endpoint.allowed:
         raise AuthenticationError(
-            f"rank {peer} at {address} has key {its_key}, which is not allowed here: 'commlib keys allow' it, if it is its"
+            f"rank {peer} at {address} has key {its_key}, which is not allowed here: see 'commlib keys allow'"
         )
     if (its_key is None) != (endpoint.public_key is None):
         raise AuthenticationError(

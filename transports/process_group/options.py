@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import socket
 from pathlib import Path
 from typing import Any
 
-from commlib import keys
+from commlib import keys as stored
 from commlib.errors import CommlibError
 from commlib.host import network
 
@@ -28,7 +29,7 @@ class Options:
     """
 
     host: str | None = None
-    keys: keys.KeyPair | None = None
+    keys: stored.KeyPair | None = None
     insecure: bool | None = None
 
     def wanted_host(self) -> str | None:
@@ -53,13 +54,13 @@ class Options:
             raise ValueError(f"COMMLIB_INSECURE is 1 or 0, got {said!r}")
         return said in _YES
 
-    def pair(self) -> keys.KeyPair:
+    def pair(self) -> stored.KeyPair:
         """This host's keys.
 
         Raises:
             AuthenticationError: there are none.
         """
-        return self.keys or keys.load(os.environ.get("COMMLIB_KEY", "default"))
+        return self.keys or stored.load(os.environ.get("COMMLIB_KEY", "default"))
 
 
 def address_of(given: str) -> str:
@@ -90,7 +91,9 @@ def address_towards(host: str) -> str:
             s.connect(there)
             return str(s.getsockname()[0])
     except OSError as e:
-        raise CommlibError(f"no way to the store's host {host!r} ({e.strerror}): name the interface by COMMLIB_HOST") from e
+        raise CommlibError(
+            f"no way to the store's host {host!r} ({e.strerror}): name the interface by COMMLIB_HOST"
+        ) from e
 
 
 def store_host(store: Any) -> str | None:
@@ -104,13 +107,8 @@ def store_host(store: Any) -> str | None:
 def machine() -> str:
     """The same on all ranks that reach each other by loopback, and on no others."""
     parts = [socket.gethostname()]
-    for path in ("/proc/sys/kernel/random/boot_id",):
-        try:
-            parts.append(Path(path).read_text(encoding="ascii").strip())
-        except OSError:
-            pass
-    try:
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+    with contextlib.suppress(OSError):  # network namespaces, such as containers', are machines of their own
         parts.append(os.readlink("/proc/self/ns/net"))
-    except OSError:
-        pass
     return " ".join(parts)

@@ -40,7 +40,7 @@ def shares(whole: Tensor, size: int, each: int) -> list[Tensor]:
         ValueError: it has another length.
     """
     if whole.numel() != size * each:
-        raise ValueError(f"between {size} ranks, one of which has {each} values, all have {size * each}, got {whole.numel()}")
+        raise ValueError(f"{size} ranks with {each} values each have {size * each}, and the whole has {whole.numel()}")
     return list(whole.view(size, each).unbind())
 
 

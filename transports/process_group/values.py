@@ -16,7 +16,8 @@ from commlib.schedule.steps import Fold
 
 def to_buffer(flat: Tensor) -> Buffer:
     """The bytes of (n,), contiguous, on the CPU; not copied."""
-    return memoryview(flat.view(torch.uint8).numpy())
+    found: Any = flat.view(torch.uint8).numpy()
+    return memoryview(found)
 
 
 def from_buffer(buffer: Buffer, dtype: torch.dtype) -> Tensor:
@@ -56,7 +57,7 @@ def joined(flats: Sequence[Flat]) -> tuple[Tensor, Callable[[], None]]:
     whole = torch.cat(parts)
 
     def back() -> None:
-        for part, came in zip(parts, whole.split([p.numel() for p in parts]), strict=True):
+        for part, came in zip(parts, torch.split(whole, [p.numel() for p in parts]), strict=True):
             part.copy_(came)
 
     return whole, back
@@ -64,15 +65,16 @@ def joined(flats: Sequence[Flat]) -> tuple[Tensor, Callable[[], None]]:
 
 _Add = Callable[[Tensor, Tensor], object]
 
+_OPS: Any = dist.ReduceOp.RedOpType
 _ADDS: Mapping[Any, tuple[str, _Add]] = {
-    dist.ReduceOp.RedOpType.SUM: ("sum", Tensor.add_),
-    dist.ReduceOp.RedOpType.AVG: ("average", Tensor.add_),
-    dist.ReduceOp.RedOpType.PRODUCT: ("product", Tensor.mul_),
-    dist.ReduceOp.RedOpType.MIN: ("minimum", lambda a, b: torch.minimum(a, b, out=a)),
-    dist.ReduceOp.RedOpType.MAX: ("maximum", lambda a, b: torch.maximum(a, b, out=a)),
-    dist.ReduceOp.RedOpType.BAND: ("bitwise and", Tensor.bitwise_and_),
-    dist.ReduceOp.RedOpType.BOR: ("bitwise or", Tensor.bitwise_or_),
-    dist.ReduceOp.RedOpType.BXOR: ("bitwise xor", Tensor.bitwise_xor_),
+    _OPS.SUM: ("sum", Tensor.add_),
+    _OPS.AVG: ("average", Tensor.add_),
+    _OPS.PRODUCT: ("product", Tensor.mul_),
+    _OPS.MIN: ("minimum", lambda a, b: torch.minimum(a, b, out=a)),
+    _OPS.MAX: ("maximum", lambda a, b: torch.maximum(a, b, out=a)),
+    _OPS.BAND: ("bitwise and", Tensor.bitwise_and_),
+    _OPS.BOR: ("bitwise or", Tensor.bitwise_or_),
+    _OPS.BXOR: ("bitwise xor", Tensor.bitwise_xor_),
 }
 _BITWISE = frozenset({"bitwise and", "bitwise or", "bitwise xor"})
 

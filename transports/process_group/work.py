@@ -15,7 +15,7 @@ Help = Callable[["Work"], None]
 """Gets a work done in the thread that waits for it, as far as that is possible; may return before it is."""
 
 
-class Work(dist.Work):  # type: ignore[misc]  # without stubs
+class Work(dist.Work):
     """A call under way. Any number of threads may wait for it.
 
     Waiting with a deadline that passes raises RuntimeError and changes nothing, as Gloo's does.
@@ -100,4 +100,4 @@ class Work(dist.Work):  # type: ignore[misc]  # without stubs
         if self._error is None:
             future.set_result(self._result)
         else:
-            future.set_exception(self._error)  # type: ignore[arg-type]  # its stub asks for a result
+            future.set_exception(self._error)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from commlib.schedule import copies, reductions
-from commlib.schedule.steps import Fold, Place
+from commlib.schedule.steps import Fold, Place, into, to
 from driver import drive, values
 
 SIZES = st.integers(1, 5)
@@ -128,9 +128,9 @@ def test_the_ring_sends_no_more_than_it_must() -> None:
 
 def test_the_driver_sees_a_schedule_that_overwrites_what_it_sent() -> None:
     def hasty(place: Place, flat: Tensor):
-        yield from copies.to(place.right, place, flat)
+        yield from to(place.right, place, flat)
         flat.zero_()
-        yield from copies.into(place.left, place, flat)
+        yield from into(place.left, place, flat)
 
     came = []
     for seed in range(20):
@@ -142,6 +142,6 @@ def test_the_driver_sees_a_schedule_that_overwrites_what_it_sent() -> None:
 
 def test_the_driver_sees_ranks_that_wait_for_each_other() -> None:
     flats = [torch.ones(3), torch.ones(3)]
-    both = [copies.into(p.left, p, f) for p, f in zip(places(2, 8), flats, strict=True)]
+    both = [into(p.left, p, f) for p, f in zip(places(2, 8), flats, strict=True)]
     with pytest.raises(AssertionError, match="wait for each other"):
         drive(both, 0)

@@ -26,6 +26,7 @@ from commlib.peers import Arrival, Peer, Peers
 from commlib.turns import Turns
 
 E = TypeVar("E", bound="Endpoint")
+_FAREWELL_S = 0.25
 
 
 class Sent(Protocol):
@@ -242,5 +243,12 @@ class Endpoint(ABC):
             with contextlib.suppress(PeerLost), peer.sending:  # and so no thread is in _put any more
                 if peer.error is None:
                     self._put(peer.rank, peer.out.frame(kind, note=note))
-                    told.append(peer.rank)
-        self._shut(told, seconds)
+                    told.append(peer)
+        self._hear_goodbyes(told, time.monotonic() + min(seconds, _FAREWELL_S))
+        self._shut([peer.rank for peer in told], seconds)
+
+    def _hear_goodbyes(self, peers: Sequence[Peer], end: float) -> None:
+        """Peers mostly close at the same time, and what is said to one that has shut its door never leaves."""
+        while any(p.error is None and p.incoming is not None for p in peers) and (left := end - time.monotonic()) > 0:
+            for arrival in self._take(left):
+                self._peers.deliver(arrival)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +15,7 @@ from commlib.errors import AuthenticationError, CommlibError, PeerLost
 from commlib.frame import Frame, Limits, encode
 from commlib.keys import KeyPair
 from commlib.transports.zeromq import ZeroMQ
+from wires import Wire
 
 MINE, YOURS, STRANGERS = (KeyPair.new() for _ in range(3))
 
@@ -215,54 +215,8 @@ def test_what_a_peer_must_not_send_is_told_by_name(buffers: list[bytes], said: s
     context.destroy(0)
 
 
-class Proxy:
-    """A wire that can be cut, between whoever connects and an address."""
-
-    def __init__(self, address: str) -> None:
-        host, _, port = address.removeprefix("tcp://").rpartition(":")
-        self._to = host, int(port)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._open: list[socket.socket] = []
-        self._thread = threading.Thread(target=self._accept, daemon=True)
-        self._thread.start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                far = socket.create_connection(self._to)
-                self._open += [near, far]
-                for pair in ((near, far), (far, near)):
-                    threading.Thread(target=self._pump, args=pair, daemon=True).start()
-
-    def _pump(self, one: socket.socket, other: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := one.recv(1 << 16):
-                other.sendall(data)
-        self._end(one, other)
-
-    def _end(self, *ends: socket.socket) -> None:
-        for s in ends:
-            with contextlib.suppress(OSError):
-                s.shutdown(socket.SHUT_RDWR)
-            s.close()
-
-    def cut(self) -> None:
-        """Ends every connection; new ones may come."""
-        ends, self._open = self._open, []
-        self._end(*ends)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._thread.join(5)
-        self.cut()
-
-
 def test_after_a_cut_of_an_idle_wire_all_goes_on_and_of_a_busy_one_nothing_is_lost_without_a_word() -> None:
-    with ZeroMQ(0) as a, ZeroMQ(1) as b, contextlib.closing(Proxy(b.address)) as wire:
+    with ZeroMQ(0) as a, ZeroMQ(1) as b, contextlib.closing(Wire(b.address)) as wire:
         a.connect(1, wire.address)
         b.connect(0, a.address)
         for i in range(3):  # idle: all that was sent has come

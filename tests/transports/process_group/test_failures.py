@@ -1,0 +1,191 @@
+"""Whatever goes wrong between the ranks of a zmq group is an error that says who and what, in time."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commlib.errors import PeerLost, ProtocolError
+from commlib.transports.process_group.group import ZmqGroup
+from wires import each, groups, said
+
+
+def ones(n: int = 8) -> torch.Tensor:
+    return torch.ones(n)
+
+
+def test_ranks_that_call_different_collectives_are_told_which() -> None:
+    with groups(2) as (a, b):
+
+        def call(group: ZmqGroup) -> str:
+            if group is a:
+                return said(lambda: group.allreduce([ones()]).wait())
+            outs = [ones(), ones()]
+            return said(lambda: group.allgather([outs], [ones()]).wait())
+
+        words = each([a, b], call)
+    assert any(w.startswith("ProtocolError") for w in words)
+    for w in words:
+        assert "all_reduce(8 × float32, sum)" in w
+        assert "all_gather(16 × torch.float32)" in w
+        assert "call 1" in w
+
+
+@pytest.mark.parametrize("lengths", [(8, 9), (8, 0)])
+def test_tensors_of_different_sizes_are_named(lengths: tuple[int, int]) -> None:
+    with groups(2, seconds=2) as (a, b):
+        words = each([(a, lengths[0]), (b, lengths[1])], lambda g: said(lambda: g[0].allreduce([ones(g[1])]).wait()))
+    assert any(f"all_reduce({n} × float32, sum)" in words[0] for n in lengths)
+    assert words[0] != "no error"
+
+
+def test_a_rank_that_does_not_come_is_named_with_the_call_by_all_others() -> None:
+    with groups(3, seconds=0.5) as ranks:
+        began = time.monotonic()
+        words = each(ranks[:2], lambda g: said(lambda: g.allreduce([ones()]).wait()))
+        assert time.monotonic() - began < 6
+        for w in words:
+            assert w.startswith("PeerLost")
+            assert "all_reduce(8 × float32, sum)" in w
+            assert "rank 2 did not answer a roll call" in w
+        assert "rank 2" in said(lambda: ranks[0].barrier().wait())  # and of no more use
+        ranks[2].allreduce([late := ones()]).wait()
+        assert late.eq(3).all()  # the others' parts had come
+        assert "gave up" in said(lambda: ranks[2].barrier().wait())
+
+
+def test_a_call_may_have_a_deadline_of_its_own() -> None:
+    options: Any = dist.BroadcastOptions()
+    options.rootRank, options.timeout = 1, datetime.timedelta(seconds=0.3)
+    with groups(2) as (a, _):
+        began = time.monotonic()
+        words = said(lambda: a.broadcast([ones()], options).wait())
+        assert "broadcast(8 × float32, of rank 1), 0.3 s" in words
+        assert time.monotonic() - began < 5
+
+
+def test_who_gives_up_waiting_leaves_the_call_alone() -> None:
+    with groups(2) as (a, b):
+        work = a.allreduce([mine := ones()])
+        with pytest.raises(RuntimeError, match=r"was not through within 0\.2 s; it goes on"):
+            work.wait(datetime.timedelta(seconds=0.2))
+        assert not work.is_completed()
+        b.allreduce([ones()]).wait()
+        assert work.wait()
+        assert mine.eq(2).all()
+        assert work.is_success()
+        assert work.exception() is None
+
+
+def test_a_rank_that_dies_in_the_middle_is_named_before_the_deadline() -> None:
+    with groups(3, seconds=60) as ranks:
+        threading.Timer(0.3, ranks[2].shutdown).start()
+        began = time.monotonic()
+        words = each(ranks[:2], lambda g: said(lambda: g.allreduce([ones()]).wait()))
+        assert time.monotonic() - began < 10
+        assert any("rank 2 has said goodbye" in w for w in words)
+        assert all("rank 2 did not answer a roll call" in w for w in words)
+
+
+def test_a_destroyed_group_says_so_to_those_who_wait_and_who_come() -> None:
+    with groups(2) as (a, _):
+        work = a.allreduce([ones()])
+        threading.Timer(0.2, a.shutdown).start()
+        assert "was destroyed" in said(work.wait)
+        assert "was destroyed" in said(lambda: a.barrier().wait())
+        assert "was destroyed" in said(lambda: a.send([ones()], 1, 0).wait())
+
+
+def test_a_future_ends_as_the_work_does_whenever_it_is_asked_for() -> None:
+    with groups(2, seconds=0.5) as (a, b):
+        works = [g.allreduce([ones()]) for g in (a, b)]
+        early = works[0].get_future()
+        assert early.wait()[0].eq(2).all()
+        assert works[0].get_future() is early
+        works[1].wait()
+        assert works[1].get_future().wait()[0].eq(2).all()
+        lost = a.allreduce([ones()])
+        future = lost.get_future()
+        with pytest.raises(PeerLost, match="rank 1 did not answer"):
+            lost.wait()
+        with pytest.raises(RuntimeError, match="rank 1 did not answer"):
+            future.wait()
+
+
+def test_a_message_of_another_size_is_named_and_the_group_goes_on() -> None:
+    with groups(2) as (a, b):
+        a.send([ones(3)], 1, 7)
+        with pytest.raises(ProtocolError, match=r"recv\(4 × .*, of rank 0, tag 7\): rank 0 sent 12 bytes"):
+            b.recv([ones(4)], 0, 7).wait()
+        each([a, b], lambda g: g.barrier().wait())
+
+
+def test_a_message_that_does_not_come_is_named_and_the_group_goes_on() -> None:
+    with groups(2, seconds=0.5) as (a, b):
+        with pytest.raises(PeerLost, match=r"recv\(8 × torch.float32, of rank 1, tag 3\) at rank 0: nothing came"):
+            a.recv([ones()], 1, 3).wait()
+        assert "has not told rank 0 where it is" in said(lambda: a.send([ones()], 1, 0).wait())
+        each([a, b], lambda g: g.barrier().wait())
+
+
+def test_who_waits_for_a_message_of_a_rank_that_left_is_told() -> None:
+    with groups(2, seconds=30) as (a, b):
+        sent = b.send([ones()], 0, 0)
+        a.recv([ones()], 1, 0).wait()
+        sent.wait()
+        waiting = a.recv([ones()], 1, 0)
+        b.shutdown()
+        assert "rank 1 has said goodbye" in said(waiting.wait)
+        assert "rank 1 has said goodbye" in said(lambda: a.recv([ones()], 1, 0).wait())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda g: g.allreduce([ones(), ones()]), "takes one tensor"),
+        (lambda g: g.allreduce([ones().to_sparse()]), "carries dense tensors"),
+        (lambda g: g._allgather_base(ones(15), ones(8)), "2 ranks with 8 values each have 16, and the whole has 15"),
+        (lambda g: g.allgather([[ones()]], [ones()]), "wants a list of 2 tensors, got 1"),
+        (lambda g: g.allgather([[ones(), ones(7)]] * 1, [ones(3)]), "this rank's tensor has 3 values"),
+        (lambda g: g.allgather([[ones().int(), ones()]], [ones()]), "tensors of one dtype"),
+        (lambda g: g.alltoall_base(ones(4), ones(4), [1, 2], [2, 2]), r"splits \[1, 2\] are not 2 that make 4 rows"),
+        (lambda g: g.alltoall_base(ones(5), ones(5), [], []), "5 rows cannot be split evenly between 2 ranks"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_anything_is_sent(call: Any, message: str) -> None:
+    with groups(2) as (a, b):
+        with pytest.raises(ValueError, match=message):
+            call(a)
+        each([a, b], lambda g: g.barrier().wait())
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "message"),
+    [
+        (dist.ReduceOp.BAND, torch.float32, "a bitwise and is of whole numbers"),
+        (dist.ReduceOp.AVG, torch.int32, "an average is of floating-point numbers"),
+        (dist.ReduceOp.MAX, torch.complex64, "complex64 has no maximum"),
+        (dist.ReduceOp.PREMUL_SUM, torch.float32, "has no"),
+    ],
+)
+def test_an_operation_that_there_is_not_is_refused(op: Any, dtype: torch.dtype, message: str) -> None:
+    options = types.SimpleNamespace(reduceOp=op)
+    with groups(1) as (a,), pytest.raises(ValueError, match=message):
+        a.allreduce([torch.ones(3, dtype=dtype)], options)
+
+
+def test_a_rank_that_never_comes_to_make_the_group_is_named() -> None:
+    from commlib.exchange.item import World
+    from commlib.transports.process_group.meeting import hear, say
+
+    store = dist.HashStore()
+    say(store, "k", World(1, 3), "here")
+    with pytest.raises(PeerLost, match=r"rank 1 waited 0\.2 s, and ranks 0, 2 of 3 did not come"):
+        hear(store, "k", World(1, 3), 0.2)

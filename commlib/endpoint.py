@@ -16,8 +16,8 @@ import functools
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeVar
 
 from commlib import credit
 from commlib.errors import AuthenticationError, CommlibError, PeerLost
@@ -126,23 +126,21 @@ class Endpoint(ABC):
             PeerLost: it takes nothing, has said goodbye, or what it said was wrong.
             CommlibError: the endpoint is closed.
         """
-        with self._turns.lock:
-            to = self._peers.of(peer)
-        if to.address is None:
-            raise ValueError(f"rank {self.rank} has no way to rank {peer}: connect({peer}, its address) first")
-        cost = credit.cost(fields.get("parts", ()))
+        to, cost = self._way(peer), credit.cost(fields.get("parts", ()))
         seconds = self._timeout if timeout is None else timeout
         if self._turns.wait(functools.partial(self._admitted, to, cost), time.monotonic() + seconds) is None:
             raise PeerLost(
                 f"rank {peer} has not taken what rank {self.rank} sent to {to.address} for {seconds:g} s: "
                 f"{to.credit.waiting} bytes are on their way, {self._window} may be; {to.news()}"
             )
-        try:
-            return self._say(to, "data", **fields)
-        except (ValueError, TypeError):
-            with self._turns.lock:
-                to.credit.kept(cost)
-            raise
+        return self._send(to, cost, fields)
+
+    def offer(self, peer: int, **fields: Any) -> Sent | None:
+        """As :meth:`send`, but None instead of waiting: nothing is sent then. :meth:`await_room` tells when to try."""
+        to, cost = self._way(peer), credit.cost(fields.get("parts", ()))
+        with self._turns.lock:
+            admitted = self._admitted(to, cost)
+        return self._send(to, cost, fields) if admitted else None
 
     def recv(self, peer: int | None = None, *, timeout: float | None = None) -> Frame:
         """The next frame of a peer, or of any: then, of those that wait, the one that came first.
@@ -153,20 +151,40 @@ class Endpoint(ABC):
             PeerLost: nothing came in time, the peer has said goodbye, or what it said was wrong. (Of any, told once.)
             CommlibError: the endpoint is closed.
         """
-        whose = None
-        if peer is not None:
-            with self._turns.lock:
-                whose = self._peers.of(peer)
+        whose = self._known(peer)
         seconds = self._timeout if timeout is None else timeout
         found = self._turns.wait(functools.partial(self._next, whose), time.monotonic() + seconds)
         if found is None:
             who = "any rank" if whose is None else f"rank {peer}: {whose.news()}"
             raise PeerLost(f"rank {self.rank} waited {seconds:g} s, and nothing came from {who}")
-        sender, frame, total = found
-        if total is not None and sender.address is not None:
-            with contextlib.suppress(CommlibError):  # it is gone, or this one closed meanwhile: the frame is good
-                self._say(sender, "taken", clock=total)
-        return frame
+        return self._taken(found)
+
+    def await_room(self, room: Mapping[int, int], *, or_of: int | None = None, timeout: float) -> Frame | None:
+        """Waits until a peer has room for more (None); or for another's next frame, if that comes first.
+
+        Args:
+            room: peer → bytes of the parts that are to be sent to it.
+            or_of: whose frame.
+            timeout: seconds.
+
+        Raises:
+            PeerLost: neither in time, or one of these peers is gone.
+            CommlibError: the endpoint is closed.
+        """
+        of, full = self._known(or_of), {self._way(p): credit.cost_of(n) for p, n in room.items()}
+
+        def ready() -> tuple[Peer, Frame, int | None] | Literal[True] | None:
+            found = self._next(of) if of is not None else None
+            for to in full:
+                to.check()
+            return found or (True if any(to.credit.admits(cost) for to, cost in full.items()) else None)
+
+        found = self._turns.wait(ready, time.monotonic() + timeout)
+        if found is None:
+            why = "; ".join(f"rank {p.rank} has not taken {p.credit.waiting} bytes, {p.news()}" for p in full)
+            also = f"; nothing came from rank {of.rank}, {of.news()}" if of is not None else ""
+            raise PeerLost(f"rank {self.rank} waited {timeout:g} s: {why}{also}")
+        return self._taken(found) if isinstance(found, tuple) else None
 
     def close(self, timeout: float = 5.0) -> None:
         """Says goodbye; what was sent leaves before, for so many seconds at most. Again: nothing."""
@@ -207,6 +225,32 @@ class Endpoint(ABC):
         """
 
     # -- else -----------------------------------------------------------------------------------
+
+    def _known(self, peer: int | None) -> Peer | None:
+        with self._turns.lock:
+            return None if peer is None else self._peers.of(peer)
+
+    def _way(self, peer: int) -> Peer:
+        with self._turns.lock:
+            to = self._peers.of(peer)
+        if to.address is None:
+            raise ValueError(f"rank {self.rank} has no way to rank {peer}: connect({peer}, its address) first")
+        return to
+
+    def _send(self, to: Peer, cost: int, fields: Mapping[str, Any]) -> Sent:
+        try:
+            return self._say(to, "data", **fields)
+        except (ValueError, TypeError):
+            with self._turns.lock:
+                to.credit.kept(cost)
+            raise
+
+    def _taken(self, found: tuple[Peer, Frame, int | None]) -> Frame:
+        sender, frame, total = found
+        if total is not None and sender.address is not None:
+            with contextlib.suppress(CommlibError):  # it is gone, or this one closed meanwhile: the frame is good
+                self._say(sender, "taken", clock=total)
+        return frame
 
     def _admitted(self, to: Peer, cost: int) -> bool | None:
         self._check_open()

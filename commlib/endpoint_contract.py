@@ -120,11 +120,18 @@ def check_back_pressure(make: Make, join: Join = join) -> None:
         except PeerLost as e:
             _require("rank 1" in str(e), f"who takes nothing is not named: {e}")
         _require(0 < sent < 100, f"{sent} frames of 100 kB are on their way, where 1 MiB may be")
+        _require(a.offer(1, parts=(bytes(100_000),)) is None, "a frame goes to a peer that has no room")
+        full = {1: 100_000}
+        _require("rank 1" in _lost(lambda: a.await_room(full, timeout=_SOON_S)), "who makes no room is not named")
+        b.send(0, clock=5)
+        came = a.await_room(full, or_of=1, timeout=_LATE_S)
+        _require(came is not None and came.clock == 5, "a frame does not end a wait for room")
         with ThreadPoolExecutor(1) as pool:
             rest = pool.submit(lambda: [a.send(1, clock=sent + i, parts=(bytes(100_000),)) for i in range(50)])
-            came = [b.recv(0).clock for _ in range(sent + 50)]
+            clocks = [b.recv(0).clock for _ in range(sent + 50)]
             rest.result()
-        _require(came == list(range(sent + 50)), "frames are missing, or came in another order")
+        _require(clocks == list(range(sent + 50)), "frames are missing, or came in another order")
+        _require(a.await_room(full, timeout=_LATE_S) is None, "room that there is is not told of")
         a.send(1, parts=(bytes(4 << 20),), timeout=_LATE_S)
         _require(b.recv(0).nbytes == 4 << 20, "a frame larger than the window did not come")
 

@@ -40,7 +40,9 @@ class Fleet:
     def __init__(self) -> None:
         self._ranks: list[tuple[Any, Connection]] = []
 
-    def run(self, size: int, job: Callable[..., Any], *args: Any, deadline: float = 240.0) -> list[Any]:
+    def run(
+        self, size: int, job: Callable[..., Any], *args: Any, deadline: float = 240.0, backend: str = "gloo"
+    ) -> list[Any]:
         """Runs ``job(World, *args)`` on ranks 0..size−1.
 
         Raises:
@@ -49,7 +51,7 @@ class Fleet:
         self._start(size)
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(size):
-                self._ranks[rank][1].send((job.__module__, job.__qualname__, rank, size, folder, _dump(args)))
+                self._ranks[rank][1].send((job.__module__, job.__qualname__, rank, size, folder, backend, _dump(args)))
             return self._collect(size, time.monotonic() + deadline)
 
     def close(self) -> None:
@@ -101,12 +103,12 @@ def _serve(pipe: Connection) -> None:
     warnings.simplefilter("ignore")
     with contextlib.suppress(EOFError):
         while True:
-            module, name, rank, size, folder, args = pipe.recv()
+            module, name, rank, size, folder, backend, args = pipe.recv()
             try:
                 job = getattr(importlib.import_module(module), name)
                 store = torch._C._distributed_c10d.FileStore(os.path.join(folder, "store"), size)
                 timeout = datetime.timedelta(seconds=60)
-                dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+                dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
                 try:
                     result = job(World(rank, size), *_load(args))
                     dist.barrier()

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgpack
-import torch.distributed as dist
+import torch
 
 from commlib.transports.process_group.create import create
 from commlib.transports.process_group.group import ZmqGroup
@@ -37,7 +37,11 @@ class Wire:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
-                far = socket.create_connection(self._to)
+                try:
+                    far = socket.create_connection(self._to)
+                except OSError:  # nobody listens there any more
+                    near.close()
+                    continue
                 self._open += [near, far]
                 for pair in ((near, far), (far, near)):
                     threading.Thread(target=self._pump, args=pair, daemon=True).start()
@@ -67,11 +71,16 @@ class Wire:
         self.cut()
 
 
+def new_store() -> Any:
+    """Of this process only."""
+    return torch._C._distributed_c10d.HashStore()
+
+
 class WiredStore:
     """A store in which every rank is found at the near end of a wire to it."""
 
     def __init__(self) -> None:
-        self._store = dist.HashStore()
+        self._store: Any = new_store()
         self.wires: list[Wire] = []
 
     def set(self, key: str, value: bytes) -> None:
@@ -94,7 +103,7 @@ def groups(
     size: int, *, seconds: float = 20.0, store: Any = None, options: Sequence[Options] | None = None
 ) -> Iterator[list[ZmqGroup]]:
     """One process group's ranks, each to be used by a thread of its own (:func:`each`)."""
-    given = store or dist.HashStore()
+    given = store or new_store()
 
     def join(rank: int) -> ZmqGroup:
         about = types.SimpleNamespace(

@@ -2,12 +2,12 @@
 
 Seconds for n bytes between P ranks, if α is a message's latency and β its time for a byte:
 
-============  =====================  ==============================
-collective    straight               around
-============  =====================  ==============================
-all-reduce    α + (P − 1)·n·β        2(P − 1)·α + 2(P − 1)/P·n·β
-broadcast     α + (P − 1)·n·β        (P − 1)·α + n·β
-============  =====================  ==============================
+============  =====================  ==============================  ==============================
+collective    straight               in two shots                    around
+============  =====================  ==============================  ==============================
+all-reduce    α + (P − 1)·n·β        2·α + 2(P − 1)/P·n·β            2(P − 1)·α + 2(P − 1)/P·n·β
+broadcast     α + (P − 1)·n·β                                        (P − 1)·α + n·β
+============  =====================  ==============================  ==============================
 
 A reduction to one rank is a broadcast backwards. All-gather and reduce-scatter send the same bytes either way.
 Straight, P − 1 senders share a receiver's line, unevenly: so they go around where latency is lost in the bytes' time.
@@ -15,10 +15,12 @@ Straight, P − 1 senders share a receiver's line, unevenly: so they go around w
 
 from __future__ import annotations
 
+from typing import Literal
+
 from commlib.link import Line
 
-_PIECE_S = 4e-3
-_SMALLEST, _LARGEST = 1 << 16, 1 << 20
+_PIECE_S = 32e-3
+_SMALLEST, _LARGEST = 1 << 20, 4 << 20
 _LOST = 10.0  # times as long the bytes take as a message does
 
 
@@ -29,12 +31,12 @@ def piece(line: Line) -> int:
     return max(_SMALLEST, int(_PIECE_S / line.beta))
 
 
-def all_reduce_around(line: Line, size: int, nbytes: int) -> bool:
-    """Whether an all-reduce of so many bytes goes around the ring."""
-    if size <= 2:
-        return size == 2 and _is_long(line, nbytes)  # in one hop or two: the same bytes, but each adds up half of them
+def all_reduce(line: Line, size: int, nbytes: int) -> Literal["straight", "two_shot", "ring"]:
+    """How an all-reduce of so many bytes goes."""
+    if size > 2 and _is_long(line, nbytes // size):
+        return "ring"
     straight = line.alpha + (size - 1) * nbytes * line.beta
-    return 2 * (size - 1) * (line.alpha + nbytes / size * line.beta) < straight
+    return "two_shot" if 2 * line.alpha + 2 * (size - 1) / size * nbytes * line.beta < straight else "straight"
 
 
 def broadcast_around(line: Line, size: int, nbytes: int) -> bool:

@@ -1,7 +1,8 @@
 """Collectives that add up. The result of a value is made in one place, or everywhere in the same order: so it is the
 same on all ranks, to the last bit.
 
-Straight, everyone's values go to everyone who wants the sum, and are added in the order of ranks. On the ring each rank
+Straight, everyone's values go to everyone who wants the sum, and are added in the order of ranks. In two shots that is
+done for a segment a rank, whose sums then go to everyone. On the ring each rank
 adds its own to what comes and passes that on: P − 1 hops, 2(P − 1)/P of the bytes for an all-reduce (Patarasuk & Yuan
 2009), and pieces follow each other closely.
 """
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from commlib.schedule.copies import around
+from commlib.schedule.copies import all_gather, around
 from commlib.schedule.steps import Fold, Free, Place, Schedule, Send, receive, to
 
 
@@ -25,6 +26,17 @@ def all_reduce(place: Place, flat: Tensor, fold: Fold) -> Schedule:
     yield from _sum(place, total, flat, fold)
     yield Free()
     flat.copy_(total)
+
+
+def all_reduce_two_shot(place: Place, flat: Tensor, fold: Fold) -> Schedule:
+    """(n,) summed in place: every rank sums a segment, straight, and sends it to all. No more bytes than on the ring.
+
+    What is sent before it is overwritten by the sum has arrived: it is part of that.
+    """
+    segments = place.segments(flat)
+    own = torch.empty_like(segments[place.rank])
+    yield from reduce_scatter(place, own, segments, fold)
+    yield from all_gather(place, segments, own)
 
 
 def all_reduce_ring(place: Place, flat: Tensor, fold: Fold) -> Schedule:
@@ -94,13 +106,10 @@ def _add_around(
     yield from to(place.right, place, parts[place.left])
     for source in place.sources():
         owner = (source - 1) % place.size  # of what the left has just added to
-        if owner == place.rank:
-            totals = place.pieces(out)
-        else:
-            totals = place.pieces(sums[owner] if sums is not None else torch.empty_like(parts[owner]))
-        for mine, total in zip(place.pieces(parts[owner]), totals, strict=True):
+        whole = out if owner == place.rank else sums[owner] if sums is not None else torch.empty_like(parts[owner])
+        for mine, total in zip(place.pieces(parts[owner]), place.pieces(whole), strict=True):
             got = yield from receive(place.left, mine)
-            fold.add(total.copy_(mine), got)
+            fold.add(mine if sums is not None else total.copy_(mine), got)
             if owner != place.rank:
                 yield Send(place.right, total)
     fold.end(out)

@@ -19,11 +19,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from commlib.endpoint import Endpoint, Sent
+from commlib.endpoint import Endpoint
 from commlib.errors import CommlibError, PeerLost, ProtocolError
 from commlib.schedule.steps import Free, Recv, Schedule, Send
 
-from .values import from_buffer, to_buffer
+from .going import Going
 from .work import Work
 
 _LOOK_S = 0.25  # so long a call may lie there whose caller said that it would wait, and does not
@@ -155,48 +155,22 @@ class Engine:
     # -- one call -------------------------------------------------------------------------------
 
     def _run(self, call: Call) -> None:
-        end = time.monotonic() + call.timeout
-        sent: list[Sent] = []
+        going = Going(self._endpoint, call.work.what, self._count, time.monotonic() + call.timeout)
         answer: Tensor | None = None
-        keys, clock = (call.work.what,), self._count
         while True:
             try:
                 step = call.schedule.send(answer)
             except StopIteration:
                 break
-            answer, left = None, max(0.0, end - time.monotonic())
+            answer = None
             if isinstance(step, Send):
-                sent.append(
-                    self._endpoint.send(step.to, clock=clock, keys=keys, parts=(to_buffer(step.tensor),), timeout=left)
-                )
+                going.send(step)
             elif isinstance(step, Recv):
-                answer = self._receive(call, step, left)
+                answer = going.receive(step)
             else:
                 assert isinstance(step, Free)
-                sent = self._free(sent, end)
-        self._free(sent, end)
-
-    def _receive(self, call: Call, step: Recv, left: float) -> Tensor:
-        frame = self._endpoint.recv(step.source, timeout=left)
-        if frame.keys != (call.work.what,) or frame.clock != self._count:
-            raise ProtocolError(
-                f"rank {step.source} is at its call {frame.clock}, {', '.join(frame.keys)}; rank {self._endpoint.rank} "
-                f"at its call {self._count}, {call.work.what}: all ranks must make the same calls in the same order"
-            )
-        part = frame.parts[0] if frame.parts else b""
-        came, due = memoryview(part).nbytes, step.like.numel() * step.like.itemsize
-        if came != due:
-            raise ProtocolError(
-                f"rank {step.source} sent {came} bytes for {call.work.what}, and rank {self._endpoint.rank} expects "
-                f"{due}: their tensors differ in size"
-            )
-        return from_buffer(part, step.like.dtype)
-
-    def _free(self, sent: list[Sent], end: float) -> list[Sent]:
-        for each in sent:
-            if not each.wait(max(0.0, end - time.monotonic())):
-                raise PeerLost("what was sent has not left")
-        return []
+                going.free()
+        going.free()
 
     def _gone(self, call: Call, error: BaseException) -> BaseException:
         """The group is of no more use: tells the others, and returns the error, which says what it ended, and who is

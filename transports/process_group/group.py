@@ -26,6 +26,12 @@ from .shapes import Parts, check, flats, lengths, one, shares, text
 from .values import Flat, fold, joined, nbytes
 from .work import Work
 
+_ALL_REDUCE = {
+    "straight": reductions.all_reduce,
+    "two_shot": reductions.all_reduce_two_shot,
+    "ring": reductions.all_reduce_ring,
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
@@ -89,8 +95,8 @@ class ZmqGroup(Identity):
         outs = flats(tensors)
         whole, spread = joined(outs)
         name, how = fold(opts.reduceOp, whole.dtype, self._place.size)
-        around = choice.all_reduce_around(self.line, self._place.size, whole.nbytes)
-        schedule = reductions.all_reduce_ring if around else reductions.all_reduce
+        way = choice.all_reduce(self.line, self._place.size, whole.nbytes)
+        schedule = _ALL_REDUCE[way]
         return _Part(f"all_reduce({text(whole)}, {name})", schedule(self._place, whole, how), outs, spread)
 
     def reduce(self, tensors: Parts, opts: Any = None) -> Work:

@@ -9,6 +9,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from commlib import credit
 from commlib import keys as stored
 from commlib.errors import CommlibError
 from commlib.host import network
@@ -26,11 +27,13 @@ class Options:
         keys: this host's. Default: the pair ``$COMMLIB_KEY``, or ``default``, that ``commlib keys new`` made.
             Ranks that share a machine need none.
         insecure: go beyond this machine without keys. Default: ``$COMMLIB_INSECURE``, or no.
+        window: bytes on their way to one rank that does not take them, at most. The same on all ranks.
     """
 
     host: str | None = None
     keys: stored.KeyPair | None = None
     insecure: bool | None = None
+    window: int = credit.WINDOW
 
     def wanted_host(self) -> str | None:
         """An address, if one is asked for.

@@ -17,6 +17,7 @@ LENGTHS = st.integers(0, 40)
 PIECES = st.sampled_from([1, 8, 24, 1 << 20])
 SEEDS = st.integers(0, 1 << 30)
 DTYPES = st.sampled_from([torch.float32, torch.uint8, torch.bfloat16, torch.int64, torch.complex64])
+ALL_REDUCES = [reductions.all_reduce, reductions.all_reduce_two_shot, reductions.all_reduce_ring]
 SUM = Fold(add=Tensor.add_)
 
 
@@ -29,7 +30,7 @@ def at_least(schedule: object, size: int) -> int:
     return max(2, size) if "ring" in schedule.__name__ else size  # type: ignore[attr-defined]
 
 
-@given(SIZES, LENGTHS, PIECES, DTYPES, SEEDS, st.sampled_from([reductions.all_reduce, reductions.all_reduce_ring]))
+@given(SIZES, LENGTHS, PIECES, DTYPES, SEEDS, st.sampled_from(ALL_REDUCES))
 def test_all_reduce_sums_everywhere(size, n, piece, dtype, seed, schedule) -> None:
     size = at_least(schedule, size)
     flats = [values(seed + r, n, dtype) for r in range(size)]
@@ -40,7 +41,7 @@ def test_all_reduce_sums_everywhere(size, n, piece, dtype, seed, schedule) -> No
 
 
 @given(st.integers(2, 5), st.integers(1, 60), PIECES, SEEDS)
-@pytest.mark.parametrize("schedule", [reductions.all_reduce, reductions.all_reduce_ring])
+@pytest.mark.parametrize("schedule", ALL_REDUCES)
 def test_replicas_are_equal_to_the_last_bit_and_averages_are_divided_once(schedule, size, n, piece, seed) -> None:
     generator = torch.Generator().manual_seed(seed)
     flats = [torch.randn(n, generator=generator) for _ in range(size)]

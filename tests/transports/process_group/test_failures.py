@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import threading
 import time
@@ -14,7 +15,8 @@ import torch.distributed as dist
 
 from commlib.errors import PeerLost, ProtocolError
 from commlib.transports.process_group.group import ZmqGroup
-from wires import each, groups, said
+from commlib.transports.process_group.options import Options
+from wires import each, groups, new_store, said
 
 
 def ones(n: int = 8) -> torch.Tensor:
@@ -185,7 +187,26 @@ def test_a_rank_that_never_comes_to_make_the_group_is_named() -> None:
     from commlib.exchange.item import World
     from commlib.transports.process_group.meeting import hear, say
 
-    store = dist.HashStore()
+    store = new_store()
     say(store, "k", World(1, 3), "here")
     with pytest.raises(PeerLost, match=r"rank 1 waited 0\.2 s, and ranks 0, 2 of 3 did not come"):
         hear(store, "k", World(1, 3), 0.2)
+
+
+def test_parts_larger_than_the_window_pass_each_other() -> None:
+    n = 1 << 20
+
+    def call(group: ZmqGroup) -> None:
+        rank = group.rank()
+        outs = [torch.empty(n) for _ in range(3)]
+        group.alltoall(outs, [torch.full((n,), 10.0 * rank + p) for p in range(3)]).wait()
+        assert all(out.eq(10 * p + rank).all() for p, out in enumerate(outs))
+        group.allreduce([x := ones(n)]).wait()
+        assert x.eq(3).all()
+        group.allgather([outs], [x]).wait()
+        assert all(out.eq(3).all() for out in outs)
+
+    with groups(3, options=[Options(window=1 << 20)] * 3) as ranks:
+        for group in ranks:
+            group._place = dataclasses.replace(group._place, piece=1 << 18)
+        each(ranks, call)

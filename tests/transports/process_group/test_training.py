@@ -17,7 +17,7 @@ from fleet import Fleet
 
 SPECS = [
     "plain", "none", "fp16", "onebit", "onebit@scatter_gather", "int8", "qsgd", "topk:ratio=0.1",
-    "topk:ratio=0.1@blocks", "powersgd:rank=2", "factors", "auto", "fsdp2",
+    "blocks", "powersgd:rank=2", "none@factors", "none@owners", "auto", "fsdp2",
 ]  # fmt: skip
 
 
@@ -49,22 +49,28 @@ def train(world: World, spec: str) -> Tensor:
         steps(net, net.parameters(), world)
         return torch.cat([p.full_tensor().detach().flatten() for p in net.parameters()])  # type: ignore[attr-defined]
     ddp = DistributedDataParallel(net)
-    comm = commlib.attach(ddp, spec) if spec != "plain" else None
+    comm = None
+    if spec == "hierarchy":
+        comm = commlib.attach(ddp, "onebit", min_size=0, hierarchy=init_device_mesh("cpu", (2, 2)))
+    elif spec != "plain":
+        comm = commlib.attach(ddp, spec)
     steps(ddp, ddp.parameters(), world)
     if comm is not None:
         comm.close()
     return torch.cat([p.detach().flatten() for p in net.parameters()])
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("spec", SPECS)
+BY_FOUR = ("plain", "onebit@scatter_gather", "none@factors", "fsdp2", "hierarchy")
+
+
+@pytest.mark.parametrize(("spec", "size"), [(s, 2) for s in SPECS] + [(s, 4) for s in BY_FOUR])
 def test_it_trains_to_the_same(fleet: Fleet, spec: str, size: int) -> None:
     gloo = fleet.run(size, train, spec)
     zmq = fleet.run(size, train, spec, backend="zmq")
     assert all(torch.equal(z, zmq[0]) for z in zmq)  # replicas, to the last bit
     if size == 2:  # two values are added in one order only
         assert torch.equal(zmq[0], gloo[0])
-    elif spec in ("plain", "none", "fp16", "factors", "auto", "fsdp2"):
+    elif spec not in ("onebit@scatter_gather", "hierarchy"):
         torch.testing.assert_close(zmq[0], gloo[0], rtol=1e-3, atol=1e-4)
     else:  # a last bit may decide which value a lossy codec sends
         assert (zmq[0] - gloo[0]).norm() < 0.05 * gloo[0].norm()

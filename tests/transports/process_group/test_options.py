@@ -1,0 +1,65 @@
+"""Which interface, which keys: what is told is done, what is not is found out, and what cannot be is said."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+
+import pytest
+
+from commlib.errors import AuthenticationError, CommlibError
+from commlib.exchange.item import World
+from commlib.transports.process_group import meeting
+from commlib.transports.process_group.create import create
+from commlib.transports.process_group.options import Options, address_of, address_towards, store_host
+from wires import new_store
+
+
+def test_an_interface_is_named_by_its_name_or_its_address() -> None:
+    assert address_of("lo") == "127.0.0.1"
+    assert address_of("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(ValueError, match=r"an interface of this machine or its address, got 'wlan9'; there are lo \("):
+        address_of("wlan9")
+
+
+def test_the_way_to_this_machine_is_by_loopback() -> None:
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(CommlibError, match=r"no way to the store's host 'no\.such\.host\.invalid'"):
+        address_towards("no.such.host.invalid")
+
+
+def test_what_is_given_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMMLIB_HOST", "nowhere")
+    monkeypatch.setenv("COMMLIB_INSECURE", "1")
+    assert Options(host="lo").wanted_host() == "127.0.0.1"
+    assert not Options(insecure=False).goes_insecure()
+    assert Options().goes_insecure()
+    monkeypatch.setenv("COMMLIB_INSECURE", "maybe")
+    with pytest.raises(ValueError, match="COMMLIB_INSECURE is 1 or 0, got 'maybe'"):
+        Options().goes_insecure()
+
+
+def test_without_a_network_store_only_its_variable_tells_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert store_host(new_store()) is None
+    monkeypatch.setenv("MASTER_ADDR", "10.1.2.3")
+    assert store_host(new_store()) == "10.1.2.3"
+
+
+def test_beyond_this_machine_keys_are_needed_and_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMMLIB_KEYS", str(tmp_path))
+    monkeypatch.setattr(meeting, "is_loopback", lambda host: False)
+    with pytest.raises(AuthenticationError, match=r"no key 'default' .*'commlib keys new default' makes one"):
+        meeting.doors(new_store(), "k", World(0, 1), Options(), 1.0)
+
+
+def test_loopback_is_no_way_between_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = new_store()
+    meeting.say(store, "k/machine", World(1, 2), "another")
+    with pytest.raises(CommlibError, match="the group is of 2 machines: name the interface by COMMLIB_HOST"):
+        meeting.doors(store, "k", World(0, 2), Options(host="127.0.0.1"), 1.0)
+
+
+def test_options_of_another_backend_are_refused() -> None:
+    with pytest.raises(TypeError, match="pg_options of the zmq backend are its Options, got dict"):
+        create(types.SimpleNamespace(), {})  # type: ignore[arg-type]

@@ -29,7 +29,10 @@ _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.%\w]+\]|[^\s:/\[\]]+):(\d{1,5})")
 _COPIED = 1 << 16  # parts up to so many bytes are copied: that takes less than to tell when one is free
 _AT_ONCE = 64  # frames taken in one go
 _LOGGED = 20  # of those who are turned away
-_HANDSHAKE_MS, _HEARTBEAT_MS, _AGAIN_MS, _SLOWEST_MS = 5_000, 2_000, 50, 2_000
+_HANDSHAKE_MS, _AGAIN_MS, _SLOWEST_MS = 5_000, 50, 2_000
+# By the kernel, after half a minute of silence. ZeroMQ's own heartbeats are late where cores are busy or the line is
+# full, and end connections that are well, with what is on its way.
+_KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 6}
 _DOMAIN = b"commlib"
 # As numbers: to combine them as pyzmq's enumerations takes longer than to send.
 _LAST, _MORE, _COMES = int(zmq.DONTWAIT), int(zmq.DONTWAIT) | int(zmq.SNDMORE), int(zmq.POLLIN)
@@ -106,7 +109,7 @@ class ZeroMQ(Endpoint):
             zmq.SNDHWM: 0,
             zmq.MAXMSGSIZE: limits.nbytes,
             zmq.HANDSHAKE_IVL: _HANDSHAKE_MS,
-            zmq.HEARTBEAT_IVL: _HEARTBEAT_MS,
+            **_KEEPALIVE,
             zmq.RECONNECT_IVL: _AGAIN_MS,
             zmq.RECONNECT_IVL_MAX: _SLOWEST_MS,
         }.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import random
 import threading
 import time
 import types
@@ -209,4 +210,28 @@ def test_parts_larger_than_the_window_pass_each_other() -> None:
     with groups(3, options=[Options(window=1 << 20)] * 3) as ranks:
         for group in ranks:
             group._place = dataclasses.replace(group._place, piece=1 << 18)
+        each(ranks, call)
+
+
+def test_a_call_that_says_it_is_waited_for_is_carried_out_even_if_nobody_waits() -> None:
+    options = dist.AllreduceOptions()
+    options.asyncOp = False
+    with groups(2) as ranks:
+        futures = [group.allreduce([ones()], options).get_future() for group in ranks]
+        assert all(future.wait()[0].eq(2).all() for future in futures)
+
+
+def test_calls_are_carried_out_in_the_order_made_whoever_waits_for_which() -> None:
+    def call(group: ZmqGroup) -> None:
+        tensors = [torch.full((4,), float(i)) for i in range(30)]
+        works = [group.allreduce([t]) for t in tensors]
+        order = list(range(30))
+        random.Random(group.rank()).shuffle(order)
+        each(order[:10], lambda i: works[i].wait())
+        for i in order:
+            works[i].wait()
+        for i, t in enumerate(tensors):
+            assert t.eq(3 * i).all()
+
+    with groups(3) as ranks:
         each(ranks, call)

@@ -48,8 +48,12 @@ def create(about: Any, options: Options | None = None) -> ZmqGroup:
     timeout: datetime.timedelta = about.timeout
     seconds = timeout.total_seconds()
     job = str(about.group_id)
-    open_door = meeting.doors(store, "zmq", world, chosen, seconds)
-    endpoint = open_door(job)
+    try:
+        open_door = meeting.doors(store, "zmq", world, chosen, seconds)
+        endpoint = open_door(job)
+    except BaseException as e:
+        meeting.decline(store, "zmq/at", world, e)
+        raise
     try:
         meeting.introduce(store, "zmq/at", world, endpoint)
         meeting.hear(store, "zmq/at", world, seconds)

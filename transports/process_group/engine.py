@@ -109,6 +109,8 @@ class Engine:
             self._work.notify()
         for call in left:
             call.work.end(error)
+        with self._lock:
+            self._ended.notify_all()
 
     def join(self, seconds: float) -> None:
         """Waits for the thread to end."""

@@ -113,6 +113,8 @@ class Mail(Generic[E]):
         with self._lock:
             self._closed = error
             left = self._matcher.wanted
+            for wanted in left:
+                self._matcher.forget(wanted.ticket)
             endpoint, ways = self._endpoint, list(self._ways.values())
             threads = [t for t in self._threads if t is not self._reader]
             self._lock.notify_all()

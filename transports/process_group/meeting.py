@@ -21,6 +21,7 @@ from commlib.transports.zeromq import ZeroMQ, is_loopback
 from .options import Options, address_towards, machine, store_host
 from .values import to_buffer
 
+_DECLINED = "declined"
 _PINGS, _BULK = 9, 1 << 19
 _BETA = 2e-10  # seconds a byte: no line is faster than what copies for it
 
@@ -34,13 +35,22 @@ def hear(store: Any, key: str, world: World, seconds: float) -> list[Any]:
     """What all said, in the order of ranks.
 
     Raises:
-        PeerLost: who has said nothing in time.
+        PeerLost: who has said nothing in time, or declined.
     """
     missing = wait_for_all(store, key, world, seconds)
     if missing:
         who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
         raise PeerLost(f"rank {world.rank} waited {seconds:g} s, and {who} of {world.size} did not come")
-    return [msgpack.unpackb(store.get(f"{key}/{r}")) for r in range(world.size)]
+    said = [msgpack.unpackb(store.get(f"{key}/{r}")) for r in range(world.size)]
+    for rank, words in enumerate(said):
+        if isinstance(words, dict):
+            raise PeerLost(f"rank {rank} cannot join the group: {words[_DECLINED]}")
+    return said
+
+
+def decline(store: Any, key: str, world: World, why: BaseException) -> None:
+    """Says why this rank does not come: the others need not wait for it."""
+    say(store, key, world, {_DECLINED: f"{type(why).__name__}: {why}"})
 
 
 def doors(store: Any, key: str, world: World, options: Options, seconds: float) -> Callable[[str], ZeroMQ]:

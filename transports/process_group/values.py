@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,8 +20,13 @@ def to_buffer(flat: Tensor) -> Buffer:
 
 
 def from_buffer(buffer: Buffer, dtype: torch.dtype) -> Tensor:
-    """(n,) in these bytes, n ≥ 1; not copied."""
-    return torch.frombuffer(buffer, dtype=dtype)
+    """(n,) in these bytes, n ≥ 1; copied only if they lie where values of this dtype must not."""
+    found = torch.frombuffer(buffer, dtype=dtype)
+    if found.data_ptr() % found.itemsize == 0:
+        return found
+    aligned = torch.empty_like(found)  # PyTorch's loops may be compiled for this: complex128 ended the process
+    aligned.view(torch.uint8).copy_(torch.frombuffer(buffer, dtype=torch.uint8))
+    return aligned
 
 
 class Flat:
@@ -103,4 +107,4 @@ def fold(op: Any, dtype: torch.dtype, size: int) -> tuple[str, Fold]:
 
 def nbytes(flats: Sequence[Tensor]) -> int:
     """Of all of them."""
-    return sum(math.prod(f.shape) * f.itemsize for f in flats)
+    return sum(f.nbytes for f in flats)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import logging
 import socket
 import threading
+import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ import zmq
 from commlib import keys
 from commlib.errors import AuthenticationError, CommlibError
 from commlib.frame import Frame, encode
+from commlib.transports.process_group.create import create
 from commlib.transports.process_group.group import ZmqGroup
 from commlib.transports.process_group.options import Options
 from commlib.transports.zeromq import ZeroMQ
@@ -123,6 +127,26 @@ def test_a_rank_whose_key_is_not_allowed_ends_the_meeting_with_its_name(allowed:
     meeting = groups(2, seconds=3, options=[Options(keys=A), Options(keys=STRANGER)])
     with pytest.raises(AuthenticationError, match=r"rank 1 at tcp://.* has key .*, which is not allowed here"):
         meeting.__enter__()
+
+
+def test_a_rank_that_cannot_join_says_why_to_those_who_wait_for_it() -> None:
+    ended: list[str] = []
+
+    def join(rank: int) -> None:
+        about = types.SimpleNamespace(
+            store=store, group_rank=rank, group_size=2, timeout=datetime.timedelta(seconds=60), group_id="test"
+        )
+        try:
+            create(about, Options(host="lo" if rank else "wlan9"))
+        except (CommlibError, ValueError) as e:
+            ended.append(str(e))
+
+    store, began = new_store(), time.monotonic()
+    each(range(2), join)
+    assert time.monotonic() - began < 10
+    assert any(
+        "got 'wlan9'" in words and words.startswith("rank 0 cannot join the group: ValueError") for words in ended
+    )
 
 
 def test_keys_are_for_all_ranks_or_for_none(allowed: Path) -> None:

@@ -45,6 +45,7 @@ class Endpoint(ABC):
         timeout: seconds that anything waits where it is not told otherwise.
         limits: of a frame.
         window: bytes on their way to one peer at most, and a larger frame. The same on all ranks.
+        ranks: how many there are at most; None: any number.
     """
 
     def __init__(
@@ -55,12 +56,13 @@ class Endpoint(ABC):
         timeout: float = 60.0,
         limits: Limits = DEFAULT,
         window: int = credit.WINDOW,
+        ranks: int | None = None,
     ) -> None:
         if not timeout > 0 or window < 1:
             raise ValueError(f"timeout and window must be above 0, got {timeout} s and {window} bytes")
         self.rank, self._job, self._timeout, self._window = rank, job, timeout, window
         self._limits = limits
-        self._peers = Peers(rank, job, limits, window)
+        self._peers = Peers(rank, job, limits, window, ranks)
         self._turns: Turns[Arrival] = Turns(self._take, self._peers.deliver)
         self._closed = threading.Event()
 

@@ -115,10 +115,11 @@ class Peers:
         job: who says hello from another one is a stranger.
         limits: of frames.
         window: bytes on their way to one peer at most.
+        ranks: how many there are: who says that it is another is a stranger. None: any number.
     """
 
-    def __init__(self, me: int, job: str, limits: Limits, window: int) -> None:
-        self._me, self._job, self._limits, self._window = me, job, limits, window
+    def __init__(self, me: int, job: str, limits: Limits, window: int, ranks: int | None = None) -> None:
+        self._me, self._job, self._limits, self._window, self._ranks = me, job, limits, window, ranks
         self._by_rank: dict[int, Peer] = {}
         self._by_connection: dict[Hashable, Peer] = {}
         self._came = 0
@@ -173,6 +174,8 @@ class Peers:
         except ProtocolError as e:
             return str(e)
         peer, says = self._by_rank.get(frame.sender), f"it says that it is rank {frame.sender}"
+        if frame.sender == self._me or (self._ranks is not None and frame.sender >= self._ranks):
+            return f"{says}, and there is no such other"
         if frame.kind == "hello":
             if frame.keys != (self._job,):
                 return f"{says} of job {', '.join(frame.keys)!r}, and this is {self._job!r}"

@@ -23,6 +23,15 @@ def hello(rank: int = 1, session: int = 7) -> tuple[Outgoing, list[bytes]]:
     return out, [bytes(b) for b in out.frame("hello", keys=("job",))]
 
 
+@pytest.mark.parametrize("rank", [0, 3, 1 << 30])
+def test_who_says_that_it_is_a_rank_that_there_is_not_is_refused(rank: int, caplog: pytest.LogCaptureFixture) -> None:
+    here = Peers(0, "job", DEFAULT, 1 << 20, ranks=3)
+    here.deliver(Arrival("wire", "key", hello(rank)[1]))
+    assert here.refused == 1
+    assert f"it says that it is rank {rank}, and there is no such other" in caplog.text
+    assert list(here) == []
+
+
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=30))
 def test_over_whatever_connections_a_conversation_goes_on(connections: list[int]) -> None:
     here, (out, first) = peers(), hello()

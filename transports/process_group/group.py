@@ -237,6 +237,12 @@ class ZmqGroup(Identity):
         schedule = copies.all_gather(self._place, outs, torch.zeros(1, dtype=torch.uint8))
         return self._call([_Part("barrier()", schedule, [])], [], opts)
 
+    def monitored_barrier(self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier. It names all ranks that do not come in time, as every call does. (``dist``'s is Gloo's only.)"""
+        opts = dist.BarrierOptions()
+        opts.timeout = timeout or self.options._timeout
+        self.barrier(opts).wait()
+
     # -- one to another -------------------------------------------------------------------------
 
     def send(self, tensors: Parts, to: int, tag: int) -> Work:

@@ -74,7 +74,7 @@ def doors(store: Any, key: str, world: World, options: Options, seconds: float) 
             f"rank {world.rank} would listen at {host}, where only this machine comes, and the group is of "
             f"{len(machines)} machines: name the interface by COMMLIB_HOST"
         )
-    given: dict[str, Any] = {"host": host, "timeout": seconds, "window": options.window}
+    given: dict[str, Any] = {"host": host, "timeout": seconds, "window": options.window, "ranks": world.size}
     if options.keys is None and is_loopback(host):
         pass
     elif options.goes_insecure():

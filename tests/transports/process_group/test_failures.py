@@ -97,6 +97,14 @@ def test_a_rank_that_dies_in_the_middle_is_named_before_the_deadline() -> None:
         assert all("rank 2 did not answer a roll call" in w for w in words)
 
 
+def test_a_monitored_barrier_names_who_does_not_come() -> None:
+    with groups(3) as ranks:
+        each(ranks, lambda g: g.monitored_barrier())
+        words = each(ranks[:2], lambda g: said(lambda: g.monitored_barrier(datetime.timedelta(seconds=0.3), True)))
+        for w in words:
+            assert "barrier(), 0.3 s; rank 2 did not answer a roll call" in w
+
+
 def test_a_destroyed_group_says_so_to_those_who_wait_and_who_come() -> None:
     with groups(2) as (a, _):
         work = a.allreduce([ones()])

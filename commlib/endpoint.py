@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from commlib import credit
 from commlib.errors import AuthenticationError, CommlibError, PeerLost
 from commlib.frame import DEFAULT, Buffer, Frame, Limits
-from commlib.peers import Arrival, Peer, Peers
+from commlib.peers import Arrival, Gone, Peer, Peers
 from commlib.turns import Turns
 
 E = TypeVar("E", bound="Endpoint")
@@ -63,7 +63,7 @@ class Endpoint(ABC):
         self.rank, self._job, self._timeout, self._window = rank, job, timeout, window
         self._limits = limits
         self._peers = Peers(rank, job, limits, window, ranks)
-        self._turns: Turns[Arrival] = Turns(self._take, self._peers.deliver)
+        self._turns: Turns[Arrival | Gone] = Turns(self._take, self._peers.deliver)
         self._closed = threading.Event()
 
     @property
@@ -216,7 +216,7 @@ class Endpoint(ABC):
         """Hands a frame over, one thread at a time for a peer; does not wait. PeerLost: it never takes it."""
 
     @abstractmethod
-    def _take(self, seconds: float) -> Sequence[Arrival]:
+    def _take(self, seconds: float) -> Sequence[Arrival | Gone]:
         """What has come, waiting for so long at most; one thread at a time."""
 
     @abstractmethod

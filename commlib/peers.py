@@ -41,6 +41,19 @@ class Arrival:
     buffers: Sequence[Buffer]
 
 
+@dataclasses.dataclass(frozen=True)
+class Gone:
+    """What a transport noticed: nothing more comes of a peer, nor gets there.
+
+    Args:
+        rank: its.
+        why: in words.
+    """
+
+    rank: int
+    why: str
+
+
 class Peer:
     """Another rank.
 
@@ -139,8 +152,13 @@ class Peers:
         del self._by_rank[peer.rank]
         self._by_connection.pop(peer.connection, None)
 
-    def deliver(self, arrival: Arrival) -> None:
+    def deliver(self, arrival: Arrival | Gone) -> None:
         """Puts what came into its sender's box."""
+        if isinstance(arrival, Gone):
+            lost = self._by_rank.get(arrival.rank)
+            if lost is not None and lost.error is None:
+                lost.error = PeerLost(f"rank {arrival.rank} is gone: {arrival.why}")
+            return
         peer = self._by_connection.get(arrival.connection) or self._introduced(arrival)
         if isinstance(peer, str):
             self._refuse(arrival, peer)

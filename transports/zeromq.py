@@ -22,7 +22,9 @@ from commlib.endpoint import Endpoint, Sent
 from commlib.errors import AuthenticationError, CommlibError, PeerLost
 from commlib.frame import DEFAULT, Buffer, Limits
 from commlib.keys import KeyPair, check_public
-from commlib.peers import Arrival
+from commlib.peers import Arrival, Gone
+
+from .watch import Watch
 
 _log = logging.getLogger("commlib")
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.%\w]+\]|[^\s:/\[\]]+):(\d{1,5})")
@@ -84,6 +86,7 @@ class ZeroMQ(Endpoint):
         self._poller.register(self._inbox, zmq.POLLIN)
         self._door = _Door(self._context, guests) if keys else None
         self._ways: dict[int, zmq.Socket[bytes]] = {}
+        self._watch = Watch()
         self._configure(self._inbox, limits)
         self._host = f"[{host}]" if ":" in host else host
         try:
@@ -135,6 +138,7 @@ class ZeroMQ(Endpoint):
             self._configure(way, self._limits)
             if key is not None:
                 way.curve_server, way.curve_serverkey = False, check_public(key).encode()
+            self._watch.add(peer, way)
             way.connect(address)
         except BaseException as e:
             way.close(0)
@@ -160,14 +164,15 @@ class ZeroMQ(Endpoint):
             raise PeerLost(f"rank {peer} has refused the connection of rank {self.rank}{key}") from None
         return _Leaving(trackers)
 
-    def _take(self, seconds: float) -> Sequence[Arrival]:
-        came: list[Arrival] = []
+    def _take(self, seconds: float) -> Sequence[Arrival | Gone]:
+        came: list[Arrival | Gone] = []
         more = bool(self._poller.poll(round(1000 * seconds)))
         while more and len(came) < _AT_ONCE:
             connection, *frames = self._inbox.recv_multipart(_LAST, copy=False)
             identity = str(connection.get("User-Id")) if self._keys is not None else None
             came.append(Arrival(connection.bytes, identity, [f.buffer for f in frames]))
             more = bool(self._events() & _COMES)
+        came += self._watch.look(idle=not came)
         return came
 
     def _events(self) -> int:
@@ -176,6 +181,7 @@ class ZeroMQ(Endpoint):
         return found
 
     def _shut(self, peers: Sequence[int], seconds: float) -> None:
+        self._watch.close()
         for peer, way in self._ways.items():
             way.close(round(1000 * seconds) if peer in peers else 0)
         self._inbox.close(0)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -233,3 +236,29 @@ def test_after_a_cut_of_an_idle_wire_all_goes_on_and_of_a_busy_one_nothing_is_lo
                     wire.cut()
                 came.append(b.recv(0, timeout=2).clock)
         assert came == list(range(4, 4 + len(came)))
+
+
+def test_a_peer_that_died_is_named_long_before_the_deadline() -> None:
+    script = (
+        "import sys, commlib\n"
+        "from commlib.transports.zeromq import ZeroMQ\n"
+        "end = ZeroMQ(1)\n"
+        "end.connect(0, sys.argv[1])\n"
+        "print(end.address, flush=True)\n"
+        "end.recv(0)\n"
+        "end.send(0, clock=1)\n"
+        "end.recv(0)\n"
+    )
+    with ZeroMQ(0, timeout=60) as a:
+        with subprocess.Popen([sys.executable, "-c", script, a.address], stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdout is not None
+            a.connect(1, other.stdout.readline().strip())
+            a.send(1)
+            assert a.recv(1).clock == 1
+            other.kill()
+        began = time.monotonic()
+        with pytest.raises(PeerLost, match="rank 1 is gone: its connection ended, and it has taken no new one"):
+            a.recv(1)
+        with pytest.raises(PeerLost, match="rank 1 is gone"):
+            a.send(1)
+        assert time.monotonic() - began < 15

@@ -84,9 +84,13 @@ def test_both_ends_of_a_connection_control_congestion_alike_whatever_the_machine
 @pytest.mark.parametrize("rate", [20e6, 100e6])
 def test_a_stream_gets_the_rate_less_its_headers(lab: MakeLab, rate: float) -> None:
     hosts = lab(2, rate)
-    measured = max(stream(hosts, 0, 1, round(rate / 8)) for _ in range(3))  # whatever else runs can but slow it down
     headers = 1448 / 1514  # TCP payload of a full frame
-    assert 0.8 * headers * rate < measured * 1e6 < 1.06 * headers * rate
+    measured = 0.0
+    for _ in range(8):  # whatever else runs can but slow it down
+        measured = max(measured, stream(hosts, 0, 1, round(rate / 8)) * 1e6)
+        if measured > 0.8 * headers * rate:
+            break
+    assert 0.8 * headers * rate < measured < 1.06 * headers * rate
 
 
 def test_the_rate_changes_while_the_lab_stands_and_for_one_host_alone(lab: MakeLab) -> None:

@@ -110,7 +110,11 @@ def test_a_stream_lasts_some_time(seconds: float) -> None:
 def test_the_line_of_a_lab_is_its_rate(lab: object) -> None:
     made: Lab = lab(2, 200e6, ranks_per_host=2)  # type: ignore[operator]
     port = made.start()
-    lines = run_ranks(in_lab, 4, (0.3,), env=lambda r: made.environment(r, port), prefix=made.prefix, timeout=60)[0]
-    best = max(line.gbit_s for line in lines)  # a busy machine makes a line slower, never faster
     payload = 0.2 * 1448 / 1514  # of every full frame
+    best = 0.0
+    for _ in range(4):  # a busy machine makes a line slower, never faster
+        lines = run_ranks(in_lab, 4, (0.3,), env=lambda r: made.environment(r, port), prefix=made.prefix, timeout=60)[0]
+        best = max(best, *(line.gbit_s for line in lines))
+        if best > 0.9 * payload:
+            break
     assert 0.9 * payload < best < 1.02 * payload

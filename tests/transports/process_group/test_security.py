@@ -48,7 +48,7 @@ def training(options: list[Options]) -> Iterator[tuple[str, str]]:
 
     def train(group: ZmqGroup) -> None:
         w, steps = torch.zeros(50), 0
-        while steps < 50 or not ended.is_set():
+        while True:  # until both hear, in the same call, that it is over
             gradient = (w - target) * (1.0 if group.rank() else 3.0)
             group.allreduce([gradient]).wait()
             w -= 0.05 * gradient

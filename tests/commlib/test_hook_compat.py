@@ -723,7 +723,7 @@ def on_gpu(world: World, backend: str) -> dict[str, tuple[list[Tensor], list[flo
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("backend", "size"), [("nccl", 1), ("gloo", 2)])
+@pytest.mark.parametrize(("backend", "size"), [("nccl", 1), ("gloo", 2), ("zmq", 2)])
 def test_on_a_gpu_it_trains_as_ddp_does(fleet: Fleet, backend: str, size: int):
     if backend == "nccl" and not dist.is_nccl_available():
         pytest.skip("this PyTorch is built without NCCL")

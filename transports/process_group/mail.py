@@ -20,8 +20,9 @@ from commlib.errors import CommlibError, PeerLost, ProtocolError
 from commlib.frame import Buffer, Frame
 from commlib.schedule.steps import Place
 
+from .flat import Flat
 from .matcher import Matcher, Wanted
-from .values import Flat, from_buffer, to_buffer
+from .values import from_buffer, to_buffer
 from .work import Work
 
 _SLICE_S = 0.2
@@ -77,6 +78,7 @@ class Mail(Generic[E]):
     def send(self, tensor: Tensor, to: int, tag: int, seconds: float) -> Work:
         """Through once the tensor may be written to."""
         work = Work(f"send({tensor.numel()} × {tensor.dtype}, to rank {to}, tag {tag})", [tensor])
+        flat = Flat(tensor)
         with self._lock:
             if self._closed is not None:
                 raise self._closed
@@ -84,15 +86,16 @@ class Mail(Generic[E]):
             if way is None:
                 way = self._ways[to] = queue.SimpleQueue()
                 self._thread(f"to-{to}", self._sender, endpoint, to, way)
-        way.put((work, Flat(tensor).values, tag, time.monotonic() + seconds))
+        way.put((work, flat, tag, time.monotonic() + seconds))
         return work
 
     def recv(self, tensor: Tensor, source: int | None, tag: int, seconds: float) -> Work:
         """Through once it is filled; ``Work.source_rank`` says by whom."""
         who = "any rank" if source is None else f"rank {source}"
         what = f"recv({tensor.numel()} × {tensor.dtype}, of {who}, tag {tag})"
-        work = Work(what, [tensor])
-        receive = Receive(work, Flat(tensor), time.monotonic() + seconds, what)
+        flat = Flat(tensor, read=False)
+        work = Work(what, [tensor], staged=flat.staged)
+        receive = Receive(work, flat, time.monotonic() + seconds, what)
         with self._lock:
             if self._closed is not None:
                 raise self._closed
@@ -146,7 +149,8 @@ class Mail(Generic[E]):
             error: BaseException | None = None
             try:
                 self._reach(endpoint, to, end)
-                self._send(endpoint, to, flat, tag, end)
+                flat.ready()
+                self._send(endpoint, to, flat.values, tag, end)
             except BaseException as e:
                 error = e if not isinstance(e, CommlibError) else type(e)(f"{work.what}: {e}")
             work.end(error)

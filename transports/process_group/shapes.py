@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from .values import Flat
-
 Parts = Sequence[Tensor]
 
 
@@ -21,11 +19,6 @@ def one(given: Sequence[Any]) -> Any:
     if len(given) != 1:
         raise ValueError(f"the zmq backend takes one tensor (or one list of them) a call, got {len(given)}")
     return given[0]
-
-
-def flats(tensors: Parts) -> list[Flat]:
-    """Each of them."""
-    return [Flat(t) for t in tensors]
 
 
 def text(flat: Tensor) -> str:

@@ -29,44 +29,6 @@ def from_buffer(buffer: Buffer, dtype: torch.dtype) -> Tensor:
     return aligned
 
 
-class Flat:
-    """What a call reads and fills, as a contiguous (n,) on the CPU: the tensor itself, where it is that already.
-
-    Args:
-        tensor: any shape and strides.
-
-    Raises:
-        ValueError: it is sparse, or quantised.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            raise ValueError(f"the zmq backend carries dense tensors, got one of layout {tensor.layout}")
-        self._tensor = tensor.detach()
-        self._itself = tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.is_conj()
-        held = self._tensor if self._itself else self._tensor.to("cpu", copy=True).resolve_conj().contiguous()
-        self.values = held.view(-1)
-
-    def back(self) -> None:
-        """Brings what was filled to where it belongs."""
-        if not self._itself:
-            self._tensor.copy_(self.values.view(self._tensor.shape))
-
-
-def joined(flats: Sequence[Flat]) -> tuple[Tensor, Callable[[], None]]:
-    """All of them as one (Σ n,), of one dtype, and what puts that back into each."""
-    if len(flats) == 1:
-        return flats[0].values, lambda: None
-    parts = [f.values for f in flats]
-    whole = torch.cat(parts)
-
-    def back() -> None:
-        for part, came in zip(parts, torch.split(whole, [p.numel() for p in parts]), strict=True):
-            part.copy_(came)
-
-    return whole, back
-
-
 _Add = Callable[[Tensor, Tensor], object]
 
 _OPS: Any = dist.ReduceOp.RedOpType

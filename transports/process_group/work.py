@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import threading
 from collections.abc import Callable, Sequence
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from .staging import Staged
 
 Help = Callable[["Work"], None]
 """Gets a work done in the thread that waits for it, as far as that is possible; may return before it is."""
@@ -24,12 +27,15 @@ class Work(dist.Work):
         what: the call, in words.
         result: what it fills.
         help: see :data:`Help`.
+        staged: what it fills that is on a GPU.
     """
 
-    def __init__(self, what: str, result: Sequence[Tensor], help: Help | None = None) -> None:
+    def __init__(
+        self, what: str, result: Sequence[Tensor], help: Help | None = None, staged: Sequence[Staged] = ()
+    ) -> None:
         super().__init__()
         self.what, self.source = what, -1
-        self._result, self._help = list(result), help
+        self._result, self._help, self._staged = list(result), help, staged
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._error: BaseException | None = None
@@ -45,7 +51,10 @@ class Work(dist.Work):
             self._tell(future)
 
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
-        """True once it is through; raises what it failed with. No timeout: its call's own decides."""
+        """True once it is through; raises what it failed with. No timeout: its call's own decides.
+
+        What is on a GPU is filled behind what its current stream has: that waits, as NCCL's does.
+        """
         seconds = timeout.total_seconds()
         if seconds > 0:
             if not self._ended.wait(seconds):
@@ -58,6 +67,8 @@ class Work(dist.Work):
                     self._ended.wait()
         if self._error is not None:
             raise self._error
+        for each in self._staged:
+            each.join()
         return True
 
     def is_completed(self) -> bool:
@@ -91,13 +102,16 @@ class Work(dist.Work):
         with self._lock:
             found, ended = self._future, self._ended.is_set()
             if found is None:
-                found = self._future = torch.futures.Future()
+                found = self._future = torch.futures.Future(devices=[s.device for s in self._staged])
                 if ended:
                     self._tell(found)
         return found
 
     def _tell(self, future: torch.futures.Future[Any]) -> None:
-        if self._error is None:
-            future.set_result(self._result)
-        else:
+        if self._error is not None:
             future.set_exception(self._error)
+            return
+        with contextlib.ExitStack() as streams:  # those that the future's users are to come after
+            for each in self._staged:
+                streams.enter_context(each.after())
+            future.set_result(self._result)

@@ -49,11 +49,13 @@ class ZeroMQ(Endpoint):
         port: 0 takes a free one.
         keys: this side's; without, only this machine is talked to, or (``insecure``) anyone, with nothing kept secret.
         allowed: public keys of those who may send to this one.
+        hosts: addresses from which connections are taken, and ``10.0.0.0/24`` for many; no other ever gets as far as a
+            handshake. This one connects from ``host`` then. Default: all.
         insecure: without keys, and beyond this machine.
         options: of :class:`~commlib.endpoint.Endpoint`.
 
     Raises:
-        ValueError: an allowed key that is none.
+        ValueError: an allowed key, or a host's address, that is none.
         AuthenticationError: no keys, and beyond this machine.
         CommlibError: it cannot listen there: the port is in use, say.
     """
@@ -66,6 +68,7 @@ class ZeroMQ(Endpoint):
         port: int = 0,
         keys: KeyPair | None = None,
         allowed: Collection[str] = (),
+        hosts: Collection[str] = (),
         insecure: bool = False,
         limits: Limits = DEFAULT,
         **options: Any,
@@ -78,6 +81,7 @@ class ZeroMQ(Endpoint):
             )
         if keys is None and not is_loopback(host):
             _log.warning("rank %d listens at %s with insecure=True: anyone there can read and send frames", rank, host)
+        networks = [_network(each) for each in hosts]
         guests = self.allowed = frozenset(check_public(k) for k in allowed)
         self._keys, self._insecure = keys, insecure
         self._context = zmq.Context()
@@ -89,7 +93,10 @@ class ZeroMQ(Endpoint):
         self._watch = Watch()
         self._configure(self._inbox, limits)
         self._host = f"[{host}]" if ":" in host else host
+        self._from = f"{self._host}:0;" if hosts else ""
         try:
+            for each in networks:
+                self._inbox.setsockopt(zmq.TCP_ACCEPT_FILTER, each)
             self._inbox.bind(f"tcp://{self._host}:{port or '*'}")
         except zmq.ZMQError as e:
             self._shut((), 0)
@@ -139,7 +146,7 @@ class ZeroMQ(Endpoint):
             if key is not None:
                 way.curve_server, way.curve_serverkey = False, check_public(key).encode()
             self._watch.add(peer, way)
-            way.connect(address)
+            way.connect(f"tcp://{self._from}{address.removeprefix('tcp://')}")
         except BaseException as e:
             way.close(0)
             if isinstance(e, zmq.ZMQError):
@@ -227,6 +234,17 @@ class _Door:
     def close(self) -> None:
         """Ends its thread."""
         self._authenticator.stop()
+
+
+def _network(given: str) -> bytes:
+    """As ZeroMQ compares it: its sockets are IPv6's, where IPv4 addresses are the ones in ::ffff:0:0/96."""
+    try:
+        found = ipaddress.ip_network(given.partition("%")[0])
+    except ValueError as e:
+        raise ValueError(f"hosts are addresses, or networks such as 10.0.0.0/24, got {given!r}: {e}") from None
+    if found.version == 4:
+        return f"::ffff:{found.network_address}/{96 + found.prefixlen}".encode()
+    return str(found).encode()
 
 
 def is_loopback(host: str) -> bool:

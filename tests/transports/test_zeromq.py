@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import re
 import socket
 import subprocess
 import sys
@@ -144,6 +146,37 @@ def test_one_that_speaks_http_and_one_that_floods_disturb_nobody() -> None:
             b.recv(0, timeout=0.5)
         assert b.refused > 0
         context.destroy(0)
+
+
+@pytest.mark.parametrize("hosts", [("127.0.0.2", "127.0.0.3"), ("127.0.0.2/31",)])
+def test_connections_of_hosts_that_are_none_of_the_peers_end_at_once_however_many(hosts: tuple[str, ...]) -> None:
+    with ZeroMQ(0, host="127.0.0.2", hosts=hosts) as a, ZeroMQ(1, host="127.0.0.3", hosts=hosts) as b:
+        a.connect(1, b.address)
+        b.connect(0, a.address)
+        a.send(1, clock=1)
+        assert b.recv(0, timeout=10).clock == 1
+        host, _, port = b.address.removeprefix("tcp://").rpartition(":")
+        held = len(os.listdir("/proc/self/fd"))
+        with contextlib.ExitStack() as stack:
+            strangers = [
+                stack.enter_context(socket.create_connection((host, int(port)), 5, ("127.0.0.9", 0)))
+                for _ in range(300)
+            ]
+            assert {s.recv(1) for s in strangers} == {b""}, "one heard a greeting"
+            assert len(os.listdir("/proc/self/fd")) - held == 300, "the endpoint holds some of them"
+        with ZeroMQ(2, host="127.0.0.9", hosts=hosts) as stranger:
+            stranger.connect(1, b.address)
+            stranger.send(1, clock=5)
+            a.send(1, clock=2)
+            assert b.recv(timeout=10).clock == 2
+            with pytest.raises(PeerLost, match="nothing came from any rank"):
+                b.recv(timeout=0.5)
+
+
+@pytest.mark.parametrize("bad", ["a name", "10.0.0.1/24", "10.0.0.300", ""])
+def test_hosts_are_addresses_or_networks(bad: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"networks such as 10.0.0.0/24, got {bad!r}")):
+        ZeroMQ(0, hosts=[bad])
 
 
 def test_a_frame_that_is_sent_again_is_refused_on_another_connection_and_ends_its_own() -> None:

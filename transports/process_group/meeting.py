@@ -63,18 +63,10 @@ def doors(store: Any, key: str, world: World, options: Options, seconds: float) 
         AuthenticationError: keys are needed, and there are none.
         CommlibError: an interface that the others cannot reach.
     """
-    say(store, f"{key}/machine", world, machine())
-    machines = set(hear(store, f"{key}/machine", world, seconds))
-    host = options.wanted_host()
-    if host is None:
-        there = store_host(store)
-        host = "127.0.0.1" if len(machines) == 1 or there is None else address_towards(there)
-    if is_loopback(host) and len(machines) > 1:
-        raise CommlibError(
-            f"rank {world.rank} would listen at {host}, where only this machine comes, and the group is of "
-            f"{len(machines)} machines: name the interface by COMMLIB_HOST"
-        )
+    host, hosts = _hosts(store, key, world, options, seconds)
     given: dict[str, Any] = {"host": host, "timeout": seconds, "window": options.window, "ranks": world.size}
+    if not is_loopback(host) and not options.hears_any_source():
+        given["hosts"] = hosts
     if options.keys is None and is_loopback(host):
         pass
     elif options.goes_insecure():
@@ -83,6 +75,27 @@ def doors(store: Any, key: str, world: World, options: Options, seconds: float) 
         pair = options.pair()
         given |= {"keys": pair, "allowed": {pair.public, *keys.allowed()}}
     return lambda job: ZeroMQ(world.rank, job=job, **given)
+
+
+def _hosts(store: Any, key: str, world: World, options: Options, seconds: float) -> tuple[str, set[str]]:
+    """The address at which this rank is to listen, and all ranks'."""
+    say(store, f"{key}/machine", world, machine())
+    machines = set(hear(store, f"{key}/machine", world, seconds))
+    try:
+        host = options.wanted_host()
+        if host is None:
+            there = store_host(store)
+            host = "127.0.0.1" if len(machines) == 1 or there is None else address_towards(there)
+        if is_loopback(host) and len(machines) > 1:
+            raise CommlibError(
+                f"rank {world.rank} would listen at {host}, where only this machine comes, and the group is of "
+                f"{len(machines)} machines: name the interface by COMMLIB_HOST"
+            )
+    except BaseException as e:
+        decline(store, f"{key}/host", world, e)
+        raise
+    say(store, f"{key}/host", world, host)
+    return host, set(hear(store, f"{key}/host", world, seconds))
 
 
 def introduce(store: Any, key: str, world: World, endpoint: ZeroMQ) -> None:

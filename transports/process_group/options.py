@@ -27,12 +27,15 @@ class Options:
         keys: this host's. Default: the pair ``$COMMLIB_KEY``, or ``default``, that ``commlib keys new`` made.
             Ranks that share a machine need none.
         insecure: go beyond this machine without keys. Default: ``$COMMLIB_INSECURE``, or no.
+        any_source: take connections from anywhere, not only from the addresses that the ranks listen at: for networks
+            that change addresses on the way (NAT). Default: ``$COMMLIB_ANY_SOURCE``, or no.
         window: bytes on their way to one rank that does not take them, at most. The same on all ranks.
     """
 
     host: str | None = None
     keys: stored.KeyPair | None = None
     insecure: bool | None = None
+    any_source: bool | None = None
     window: int = credit.WINDOW
 
     def wanted_host(self) -> str | None:
@@ -50,12 +53,15 @@ class Options:
         Raises:
             ValueError: the environment says neither yes nor no.
         """
-        if self.insecure is not None:
-            return self.insecure
-        said = os.environ.get("COMMLIB_INSECURE", "").lower()
-        if said not in _YES | _NO:
-            raise ValueError(f"COMMLIB_INSECURE is 1 or 0, got {said!r}")
-        return said in _YES
+        return _said("COMMLIB_INSECURE") if self.insecure is None else self.insecure
+
+    def hears_any_source(self) -> bool:
+        """Whether ranks may come from other addresses than they listen at.
+
+        Raises:
+            ValueError: the environment says neither yes nor no.
+        """
+        return _said("COMMLIB_ANY_SOURCE") if self.any_source is None else self.any_source
 
     def pair(self) -> stored.KeyPair:
         """This host's keys.
@@ -64,6 +70,13 @@ class Options:
             AuthenticationError: there are none.
         """
         return self.keys or stored.load(os.environ.get("COMMLIB_KEY", "default"))
+
+
+def _said(name: str) -> bool:
+    said = os.environ.get(name, "").lower()
+    if said not in _YES | _NO:
+        raise ValueError(f"{name} is 1 or 0, got {said!r}")
+    return said in _YES
 
 
 def address_of(given: str) -> str:

@@ -37,6 +37,9 @@ def test_what_is_given_goes_before_the_environment(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("COMMLIB_INSECURE", "maybe")
     with pytest.raises(ValueError, match="COMMLIB_INSECURE is 1 or 0, got 'maybe'"):
         Options().goes_insecure()
+    monkeypatch.setenv("COMMLIB_ANY_SOURCE", "1")
+    assert Options().hears_any_source()
+    assert not Options(any_source=False).hears_any_source()
 
 
 def test_without_a_network_store_only_its_variable_tells_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,7 @@ def drags(world: World) -> tuple[float, float]:
         os.sched_setaffinity(0, cores)  # this process goes on to other tests
 
 
+@pytest.mark.alone
 def test_a_transfer_that_takes_of_the_cores_has_a_drag(fleet: Fleet) -> None:
     ((waits, burns),) = fleet.run(1, drags)
     assert 1 <= waits < 1.5 < burns

@@ -88,7 +88,7 @@ def create(about: Any, options: Options | None = None) -> ZmqGroup:
         endpoint.close()
         engine.join(5.0)
 
-    group = ZmqGroup(store, place, timeout, engine, mail, line, shut)
+    group = ZmqGroup(store, place, timeout, engine, line, shut, mail=mail)
     _live.add(group)
     return group
 

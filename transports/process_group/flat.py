@@ -16,9 +16,8 @@ from .staging import Staged
 
 
 class Held(Protocol):
-    """What :class:`Flat` and :class:`Joined` have in common."""
+    """What a call reads and fills."""
 
-    values: Tensor
     staged: Sequence[Staged]
 
     def ready(self) -> None:
@@ -99,12 +98,39 @@ class Joined:
         return list(zip(self._flats, torch.split(self.values, lengths), strict=True))
 
 
+class Sparse:
+    """A sparse tensor, COO: its indices and values are sent, each (nnz, …), and it is filled with another.
+
+    Args:
+        tensor: on the CPU.
+
+    Raises:
+        ValueError: it is on another device.
+    """
+
+    staged: Sequence[Staged] = ()
+
+    def __init__(self, tensor: Tensor) -> None:
+        if tensor.device.type != "cpu":
+            raise ValueError(f"the zmq backend carries sparse tensors of the CPU, got one on {tensor.device}")
+        self._tensor = tensor  # not detached: that is another one, whose new indices this one never sees
+        self.own, self.filled = tensor.detach().coalesce(), list[Tensor]()
+
+    def ready(self) -> None:
+        """The values can be read from now on."""
+
+    def back(self) -> None:
+        """Brings what was filled to where it belongs."""
+        with torch.no_grad():
+            self._tensor.copy_(self.filled[0])
+
+
 def flats(tensors: Sequence[Tensor], *, read: bool = True) -> list[Flat]:
     """Each of them."""
     return [Flat(t, read=read) for t in tensors]
 
 
-def joined(tensors: Sequence[Tensor]) -> Held:
+def joined(tensors: Sequence[Tensor]) -> Flat | Joined:
     """All of them as one; (Σ n,).
 
     Raises:

@@ -1,258 +1,37 @@
-"""``init_process_group("zmq")``: a process group of torch.distributed, by the schedules of :mod:`commlib.schedule`.
-
-What each call means, its arguments and its results are PyTorch's. All ranks' copies of a call are made here alike:
-which schedule, from what all of them know; and a text of it that every message bears.
-"""
+"""``init_process_group("zmq")``: a process group of torch.distributed, by the schedules of :mod:`commlib.schedule`."""
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
-from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from commlib.link import Line
-from commlib.schedule import choice, copies, reductions
-from commlib.schedule.steps import Place, Schedule, cut
-
-from .engine import Call, Engine
-from .flat import Flat, Held, flats, joined
-from .identity import Identity
+from .calls import Calls
+from .copies import Copies
 from .mail import Mail
-from .shapes import Parts, check, lengths, one, shares, text
-from .values import fold, nbytes
+from .shapes import Parts, one
+from .sums import Sums
 from .work import Work
 
-_ALL_REDUCE = {
-    "straight": reductions.all_reduce,
-    "two_shot": reductions.all_reduce_two_shot,
-    "ring": reductions.all_reduce_ring,
-}
 
-
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """A collective: its text, this rank's schedule, what that reads and what it fills."""
-
-    what: str
-    schedule: Schedule
-    reads: Sequence[Held]
-    fills: Sequence[Held]
-
-
-class ZmqGroup(Identity):
+class ZmqGroup(Sums, Copies):
     """A process group over endpoints.
 
     Args:
-        store: of the group.
-        place: this rank among the others.
-        timeout: of its calls, where they have none of their own.
-        engine: carries out collectives.
         mail: messages from one rank to another.
-        line: α and β of a message, the same on all ranks.
-        shut: called at the end.
+        rest: of :class:`~.calls.Calls`.
     """
 
-    def __init__(
-        self,
-        store: Any,
-        place: Place,
-        timeout: datetime.timedelta,
-        engine: Engine,
-        mail: Mail[Any],
-        line: Line,
-        shut: Callable[[], None],
-    ) -> None:
-        super().__init__(store, place, timeout)
-        self.line = line
-        self._engine, self._mail, self._shut, self._place = engine, mail, shut, place
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self._engine.count
-
-    def shutdown(self) -> None:
-        """Ends it; what is not through fails. Again: nothing."""
-        self._shut()
-
-    abort = shutdown
-
-    # -- sums -----------------------------------------------------------------------------------
-
-    def allreduce(self, tensors: Parts, opts: Any = None) -> Work:
-        """One tensor, summed (or what else ``opts.reduceOp`` says) in place."""
-        opts = opts or dist.AllreduceOptions()
-        return self._call([self._all_reduce([one(tensors)], opts)], tensors, opts)
-
-    def allreduce_coalesced(self, tensors: Parts, opts: Any = None) -> Work:
-        """Several tensors of one dtype at once."""
-        opts = opts or dist.AllreduceCoalescedOptions()
-        return self._call([self._all_reduce(tensors, opts)], tensors, opts)
-
-    def _all_reduce(self, tensors: Parts, opts: Any) -> _Part:
-        held = joined(tensors)
-        whole = held.values
-        name, how = fold(opts.reduceOp, whole.dtype, self._place.size)
-        schedule = _ALL_REDUCE[choice.all_reduce(self.line, self._place.size, whole.nbytes)]
-        return _Part(f"all_reduce({text(whole)}, {name})", schedule(self._place, whole, how), [held], [held])
-
-    def reduce(self, tensors: Parts, opts: Any = None) -> Work:
-        """Summed on ``opts.rootRank``."""
-        opts = opts or dist.ReduceOptions()
-        out, root = Flat(one(tensors)), opts.rootRank
-        name, how = fold(opts.reduceOp, out.values.dtype, self._place.size)
-        around = choice.broadcast_around(self.line, self._place.size, out.values.nbytes)
-        schedule = (reductions.reduce_chain if around else reductions.reduce)(self._place, out.values, root, how)
-        what = f"reduce({text(out.values)}, {name}, to rank {root})"
-        return self._call([_Part(what, schedule, [out], [out] if self._place.rank == root else [])], tensors, opts)
-
-    def reduce_scatter(self, outputs: Parts, inputs: Sequence[Parts], opts: Any = None) -> Work:
-        """``outputs[0]`` ← the sum of all ranks' ``inputs[0][rank]``."""
-        opts = opts or dist.ReduceScatterOptions()
-        ins = flats(one(inputs))
-        part = self._reduce_scatter(Flat(one(outputs), read=False), ins, [f.values for f in ins], opts)
-        return self._call([part], outputs, opts)
-
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        """``output`` ← this rank's part of the sum of all ranks' ``input``, P times as large."""
-        return self.reduce_scatter_tensor_coalesced([output], [input], opts)
-
-    reduce_scatter_single = _reduce_scatter_base
-
-    def reduce_scatter_tensor_coalesced(self, outputs: Parts, inputs: Parts, opts: Any = None) -> Work:
-        """Several of these."""
-        opts = opts or dist.ReduceScatterOptions()
-        parts = []
-        for output, input in zip(outputs, inputs, strict=True):
-            whole = Flat(input)
-            each = shares(whole.values, self._place.size, output.numel())
-            parts.append(self._reduce_scatter(Flat(output, read=False), [whole], each, opts))
-        return self._call(parts, outputs, opts)
-
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
-
-    def _reduce_scatter(self, out: Flat, reads: Sequence[Flat], parts: Parts, opts: Any) -> _Part:
-        check("reduce_scatter", parts, out.values, self._place.rank, self._place.size)
-        name, how = fold(opts.reduceOp, out.values.dtype, self._place.size)
-        around = choice.gather_around(self.line, self._place.size, nbytes(parts) // len(parts))
-        schedule = reductions.reduce_scatter_ring if around else reductions.reduce_scatter
-        what = f"reduce_scatter({sum(map(len, parts))} × {out.values.dtype}, {name})"
-        return _Part(what, schedule(self._place, out.values, parts, how), reads, [out])
-
-    # -- copies ---------------------------------------------------------------------------------
-
-    def broadcast(self, tensors: Parts, opts: Any = None) -> Work:
-        """``opts.rootRank``'s to all."""
-        opts = opts or dist.BroadcastOptions()
-        root = opts.rootRank
-        own = self._place.rank == root
-        flat = Flat(one(tensors), read=own)
-        around = choice.broadcast_around(self.line, self._place.size, flat.values.nbytes)
-        schedule = (copies.broadcast_chain if around else copies.broadcast)(self._place, flat.values, root)
-        part = _Part(f"broadcast({text(flat.values)}, of rank {root})", schedule, [flat], [] if own else [flat])
-        return self._call([part], tensors, opts)
-
-    def allgather(self, outputs: Sequence[Parts], inputs: Parts, opts: Any = None) -> Work:
-        """``outputs[0][p]`` ← rank p's ``inputs[0]``."""
-        outs = flats(one(outputs), read=False)
-        return self._call([self._all_gather(outs, [o.values for o in outs], one(inputs))], one(outputs), opts)
-
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        """``output``, P times as large ← all ranks' ``input``, one after another."""
-        return self.all_gather_single_coalesced([output], [input], opts)
-
-    all_gather_single = _allgather_base
-
-    def all_gather_single_coalesced(self, outputs: Parts, inputs: Parts, opts: Any = None) -> Work:
-        """Several of these."""
-        parts = []
-        for output, input in zip(outputs, inputs, strict=True):
-            out = Flat(output, read=False)
-            parts.append(self._all_gather([out], shares(out.values, self._place.size, input.numel()), input))
-        return self._call(parts, outputs, opts)
-
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-
-    def allgather_coalesced(self, outputs: Sequence[Parts], inputs: Parts, opts: Any = None) -> Work:
-        """``outputs[p][i]`` ← rank p's ``inputs[i]``."""
-        parts = []
-        for i, input in enumerate(inputs):
-            outs = flats([o[i] for o in outputs], read=False)
-            parts.append(self._all_gather(outs, [o.values for o in outs], input))
-        return self._call(parts, [t for o in outputs for t in o], opts)
-
-    def _all_gather(self, fills: Sequence[Flat], outs: Parts, input: Tensor) -> _Part:
-        own = Flat(input)
-        check("all_gather", outs, own.values, self._place.rank, self._place.size)
-        around = choice.gather_around(self.line, self._place.size, nbytes(outs) // len(outs))
-        schedule = (copies.all_gather_ring if around else copies.all_gather)(self._place, outs, own.values)
-        return _Part(f"all_gather({sum(map(len, outs))} × {own.values.dtype})", schedule, [own], fills)
-
-    def gather(self, outputs: Sequence[Parts], inputs: Parts, opts: Any = None) -> Work:
-        """``outputs[0][p]`` on ``opts.rootRank`` ← rank p's ``inputs[0]``."""
-        opts = opts or dist.GatherOptions()
-        root, own = opts.rootRank, Flat(one(inputs))
-        outs = flats(one(outputs), read=False) if self._place.rank == root else []
-        parts = [o.values for o in outs]
-        if self._place.rank == root:
-            check("gather", parts, own.values, root, self._place.size)
-        schedule = copies.gather(self._place, parts, own.values, root)
-        result = [t for o in outputs for t in o]
-        part = _Part(f"gather({own.values.dtype}, to rank {root})", schedule, [own], outs)
-        return self._call([part], result, opts)
-
-    def scatter(self, outputs: Parts, inputs: Sequence[Parts], opts: Any = None) -> Work:
-        """``outputs[0]`` ← ``inputs[0][rank]`` of ``opts.rootRank``."""
-        opts = opts or dist.ScatterOptions()
-        root, out = opts.rootRank, Flat(one(outputs), read=False)
-        ins = flats(one(inputs)) if self._place.rank == root else []
-        parts = [f.values for f in ins]
-        if self._place.rank == root:
-            check("scatter", parts, out.values, root, self._place.size)
-        schedule = copies.scatter(self._place, out.values, parts, root)
-        return self._call([_Part(f"scatter({out.values.dtype}, of rank {root})", schedule, ins, [out])], outputs, opts)
-
-    def alltoall(self, outputs: Parts, inputs: Parts, opts: Any = None) -> Work:
-        """``outputs[p]`` ← rank p's ``inputs[rank]``."""
-        outs, ins = flats(outputs, read=False), flats(inputs)
-        return self._all_to_all(outs, [o.values for o in outs], ins, [f.values for f in ins], outputs, opts)
-
-    def alltoall_base(
-        self, output: Tensor, input: Tensor, out_splits: Sequence[int], splits: Sequence[int], opts: Any = None
-    ) -> Work:
-        """The same, of one tensor cut along dimension 0: evenly, if no splits are given."""
-        out, whole, size = Flat(output, read=False), Flat(input), self._place.size
-        outs = cut(out.values, lengths(output, out_splits, size))
-        parts = cut(whole.values, lengths(input, splits, size))
-        return self._all_to_all([out], outs, [whole], parts, [output], opts)
-
-    all_to_all_single = alltoall_base
-
-    def _all_to_all(
-        self, fills: Sequence[Flat], outs: Parts, reads: Sequence[Flat], parts: Parts, result: Parts, opts: Any
-    ) -> Work:
-        rank, size = self._place.rank, self._place.size
-        check("all_to_all", parts, parts[rank] if len(parts) == size else parts[0], rank, size)
-        check("all_to_all", outs, parts[rank], rank, size)
-        schedule = copies.all_to_all(self._place, outs, parts)
-        return self._call([_Part(f"all_to_all({parts[0].dtype})", schedule, reads, fills)], result, opts)
-
-    def barrier(self, opts: Any = None) -> Work:
-        """Through once all ranks have come."""
-        outs = list(torch.zeros(self._place.size, 1, dtype=torch.uint8).unbind())
-        schedule = copies.all_gather(self._place, outs, torch.zeros(1, dtype=torch.uint8))
-        return self._call([_Part("barrier()", schedule, [], [])], [], opts)
+    def __init__(self, *rest: Any, mail: Mail[Any]) -> None:
+        Calls.__init__(self, *rest)
+        self._mail = mail
 
     def monitored_barrier(self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier. It names all ranks that do not come in time, as every call does. (``dist``'s is Gloo's only.)"""
         opts = dist.BarrierOptions()
         opts.timeout = timeout or self.options._timeout
         self.barrier(opts).wait()
-
-    # -- one to another -------------------------------------------------------------------------
 
     def send(self, tensors: Parts, to: int, tag: int) -> Work:
         """To rank ``to``; through once the tensor may be written to."""
@@ -265,30 +44,3 @@ class ZmqGroup(Identity):
     def recv_anysource(self, tensors: Parts, tag: int) -> Work:
         """The next message with this tag, of any rank."""
         return self._mail.recv(one(tensors), None, tag, self._seconds(None))
-
-    # -- else -----------------------------------------------------------------------------------
-
-    def _call(self, parts: Sequence[_Part], result: Parts, opts: Any) -> Work:
-        """One call of these collectives, one after another."""
-
-        def schedule() -> Schedule:
-            for part in parts:
-                for held in part.reads:
-                    held.ready()
-                yield from part.schedule
-
-        def done() -> None:
-            for part in parts:
-                for held in part.fills:
-                    held.back()
-
-        what = parts[0].what if len(parts) == 1 else f"{len(parts)} collectives, first {parts[0].what}"
-        staged = [s for p in parts for held in p.fills for s in held.staged]
-        work = Work(what, result, self._engine.help, staged)
-        call = Call(work, schedule(), done, self._seconds(opts))
-        return self._engine.submit(call, waited_for=not getattr(opts, "asyncOp", True))
-
-    def _seconds(self, opts: Any) -> float:
-        given: datetime.timedelta | None = getattr(opts, "timeout", None)
-        own = given if given is not None and given.total_seconds() > 0 else self.options._timeout
-        return float(own.total_seconds())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Parts = Sequence[Tensor]
@@ -23,7 +24,12 @@ def one(given: Sequence[Any]) -> Any:
 
 def text(flat: Tensor) -> str:
     """``1024 × float32``."""
-    return f"{flat.numel()} × {str(flat.dtype).removeprefix('torch.')}"
+    return f"{flat.numel()} × {kind(flat.dtype)}"
+
+
+def kind(dtype: torch.dtype) -> str:
+    """``float32``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def shares(whole: Tensor, size: int, each: int) -> list[Tensor]:

@@ -15,6 +15,8 @@ from commlib.schedule.steps import Fold
 
 def to_buffer(flat: Tensor) -> Buffer:
     """The bytes of (n,), contiguous, on the CPU; not copied."""
+    if flat.stride(0) != 1:  # one value, which PyTorch calls contiguous whatever its stride is, but does not view
+        flat = flat.as_strided(flat.shape, (1,))
     found: Any = flat.view(torch.uint8).numpy()
     return memoryview(found)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from commlib.schedule import copies, reductions
+from commlib.schedule import copies, reductions, sparse
 from commlib.schedule.steps import Fold, Place, into, to
 from driver import drive, values
 
@@ -51,6 +51,23 @@ def test_replicas_are_equal_to_the_last_bit_and_averages_are_divided_once(schedu
     for flat in flats:
         assert torch.equal(flat, flats[0])
         torch.testing.assert_close(flat, expected)
+
+
+@given(SIZES, st.lists(st.integers(0, 30), min_size=5, max_size=5), PIECES, SEEDS, st.integers(1, 2))
+def test_sparse_tensors_are_summed_whatever_each_has_of_them(size, counts, piece, seed, sparse_dims) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def make(count: int) -> Tensor:
+        at = torch.randint(0, 6, (sparse_dims, count), generator=generator)
+        its = torch.randn(count, *(6, 3)[sparse_dims - 1 :], generator=generator)
+        return torch.sparse_coo_tensor(at, its, (6, 6, 3), check_invariants=True).coalesce()
+
+    owns, sums = [make(counts[r]) for r in range(size)], [list[Tensor]() for _ in range(size)]
+    drive([sparse.all_reduce(p, o, i) for p, o, i in zip(places(size, piece), owns, sums, strict=True)], seed)
+    for (total,) in sums:
+        torch.testing.assert_close(total.to_dense(), torch.stack([o.to_dense() for o in owns]).sum(0))
+        assert torch.equal(total.indices(), sums[0][0].indices())
+        assert torch.equal(total.values(), sums[0][0].values())
 
 
 @given(SIZES, LENGTHS, PIECES, SEEDS, st.integers(0, 4))

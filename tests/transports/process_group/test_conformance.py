@@ -72,6 +72,13 @@ def all_reduce_bits(b: Both) -> None:
     b.same(lambda g, t: dist.all_reduce(t[0], op, group=g), b.values(b.shape(), torch.int32))
 
 
+def all_reduce_sparse(b: Both) -> None:
+    count = b.alike.choice([0, 1, 20]) * b.world.rank
+    at = torch.randint(0, 9, (1, count), generator=b.own)
+    given = torch.sparse_coo_tensor(at, b.values((count, 4), torch.float32), (9, 4), check_invariants=True)
+    b.same(lambda g, t: dist.all_reduce(t[0], group=g), given)
+
+
 def broadcast(b: Both) -> None:
     root = b.root()
     b.same(lambda g, t: dist.broadcast(t[0], root, group=g), b.values(b.shape(), b.dtype()))
@@ -188,8 +195,8 @@ def objects(b: Both) -> None:
 
 
 CASES = [
-    all_reduce, all_reduce_bits, broadcast, reduce, all_gather, all_gather_into_tensor, gather, scatter,
-    reduce_scatter, reduce_scatter_tensor, all_to_all_single, all_to_all_single_evenly, all_reduce_coalesced,
+    all_reduce, all_reduce_bits, all_reduce_sparse, broadcast, reduce, all_gather, all_gather_into_tensor, gather,
+    scatter, reduce_scatter, reduce_scatter_tensor, all_to_all_single, all_to_all_single_evenly, all_reduce_coalesced,
     send_and_recv, recv_of_any, objects,
 ]  # fmt: skip
 

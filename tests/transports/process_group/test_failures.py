@@ -20,6 +20,10 @@ from commlib.transports.process_group.options import Options
 from wires import each, groups, new_store, said
 
 
+def most() -> Any:
+    return types.SimpleNamespace(reduceOp=dist.ReduceOp.MAX)
+
+
 def ones(n: int = 8) -> torch.Tensor:
     return torch.ones(n)
 
@@ -37,7 +41,7 @@ def test_ranks_that_call_different_collectives_are_told_which() -> None:
     assert any(w.startswith("ProtocolError") for w in words)
     for w in words:
         assert "all_reduce(8 × float32, sum)" in w
-        assert "all_gather(16 × torch.float32)" in w
+        assert "all_gather(16 × float32)" in w
         assert "call 1" in w
 
 
@@ -47,6 +51,12 @@ def test_tensors_of_different_sizes_are_named(lengths: tuple[int, int]) -> None:
         words = each([(a, lengths[0]), (b, lengths[1])], lambda g: said(lambda: g[0].allreduce([ones(g[1])]).wait()))
     assert any(f"all_reduce({n} × float32, sum)" in words[0] for n in lengths)
     assert words[0] != "no error"
+
+
+def test_sparse_tensors_of_different_shapes_are_named() -> None:
+    with groups(2, seconds=2) as (a, b):
+        words = each([(a, 8), (b, 9)], lambda g: said(lambda: g[0].allreduce([ones(g[1]).to_sparse()]).wait()))
+    assert any(f"all_reduce(sparse ({n},), float32, sum)" in words[0] for n in (8, 9))
 
 
 def test_a_rank_that_does_not_come_is_named_with_the_call_by_all_others() -> None:
@@ -161,7 +171,11 @@ def test_who_waits_for_a_message_of_a_rank_that_left_is_told() -> None:
     ("call", "message"),
     [
         (lambda g: g.allreduce([ones(), ones()]), "takes one tensor"),
-        (lambda g: g.allreduce([ones().to_sparse()]), "carries dense tensors"),
+        (lambda g: g.broadcast([ones().to_sparse()]), "carries dense tensors"),
+        (
+            lambda g: g.allreduce([ones().to_sparse()], types.SimpleNamespace(reduceOp=dist.ReduceOp.MAX)),
+            "no maximum of",
+        ),
         (lambda g: g._allgather_base(ones(15), ones(8)), "2 ranks with 8 values each have 16, and the whole has 15"),
         (lambda g: g.allgather([[ones()]], [ones()]), "wants a list of 2 tensors, got 1"),
         (lambda g: g.allgather([[ones(), ones(7)]] * 1, [ones(3)]), "this rank's tensor has 3 values"),

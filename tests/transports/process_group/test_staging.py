@@ -112,6 +112,13 @@ def test_what_lies_between_the_values_is_left_alone() -> None:
     assert torch.equal(whole, torch.tensor([1.0, 0.0]).repeat(4, 3))
 
 
+def test_a_single_value_may_have_any_stride() -> None:
+    wholes = [torch.zeros(4), torch.ones(4)]
+    with groups(2) as ranks:
+        each(ranks, lambda group: group.allreduce([wholes[group.rank()][1::3]]).wait())
+    assert [w.tolist() for w in wholes] == [[0, 1, 0, 0], [1, 1, 1, 1]]
+
+
 def test_what_lies_right_is_used_as_it_is_and_nothing_is_copied() -> None:
     x = torch.arange(6.0).view(2, 3)
     assert Flat(x).values.data_ptr() == joined([x]).values.data_ptr() == x.data_ptr()

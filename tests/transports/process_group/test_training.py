@@ -17,7 +17,7 @@ from fleet import Fleet
 
 SPECS = [
     "plain", "none", "fp16", "onebit", "onebit@scatter_gather", "int8", "qsgd", "topk:ratio=0.1",
-    "blocks", "powersgd:rank=2", "none@factors", "none@owners", "auto", "fsdp2",
+    "blocks", "powersgd:rank=2", "none@factors", "none@owners", "auto", "fsdp2", "sparse",
 ]  # fmt: skip
 
 
@@ -37,9 +37,22 @@ def steps(net: nn.Module, parameters: Iterable[Tensor], world: World) -> None:
         optimizer.step()
 
 
+class Words(nn.Module):
+    """A model whose first layer has sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.top = nn.EmbeddingBag(50, 32, sparse=True), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.top(self.table(x[:, :8].abs().mul(20).long().clamp(max=49)))
+        return found
+
+
 def train(world: World, spec: str) -> Tensor:
     """All parameters after some steps."""
-    net = model()
+    net = Words() if spec == "sparse" else model()
     if spec == "fsdp2":
         mesh = init_device_mesh("cpu", (world.size,))
         for layer in net:  # type: ignore[attr-defined]
@@ -52,7 +65,7 @@ def train(world: World, spec: str) -> Tensor:
     comm = None
     if spec == "hierarchy":
         comm = commlib.attach(ddp, "onebit", min_size=0, hierarchy=init_device_mesh("cpu", (2, 2)))
-    elif spec != "plain":
+    elif spec not in ("plain", "sparse"):
         comm = commlib.attach(ddp, spec)
     steps(ddp, ddp.parameters(), world)
     if comm is not None:
@@ -60,7 +73,7 @@ def train(world: World, spec: str) -> Tensor:
     return torch.cat([p.detach().flatten() for p in net.parameters()])
 
 
-BY_FOUR = ("plain", "onebit@scatter_gather", "none@factors", "fsdp2", "hierarchy")
+BY_FOUR = ("plain", "onebit@scatter_gather", "none@factors", "fsdp2", "hierarchy", "sparse")
 
 
 @pytest.mark.parametrize(("spec", "size"), [(s, 2) for s in SPECS] + [(s, 4) for s in BY_FOUR])

@@ -10,7 +10,8 @@ import typer
 from commlib.errors import unknown
 from commlib.pace import RateLimit
 
-_BACKENDS = ("gloo", "nccl")
+_BACKENDS = ("gloo", "nccl", "zmq")
+_WHICH = "gloo, zmq, or nccl with a GPU for each rank."
 
 
 def _known(backend: str) -> str:
@@ -38,7 +39,7 @@ Hosts = Annotated[int | None, typer.Option("--hosts", help="Emulated hosts inste
 Rate = Annotated[str | None, typer.Option("--rate", help="Of each host's link: 50mbit, 1gbit … [no limit]")]
 PerHost = Annotated[int, typer.Option("--ranks-per-host", help="Ranks on each emulated host.")]
 
-Backend = Annotated[str, typer.Option("--backend", help="gloo, or nccl with a GPU for each rank.", callback=_known)]
+Backend = Annotated[str, typer.Option("--backend", help=_WHICH, callback=_known)]
 BucketCap = Annotated[
     float | None,
     typer.Option("--bucket-cap-mb", help="Size of DDP's buckets in MiB. [DDP's]", callback=_above_nought),

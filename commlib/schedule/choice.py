@@ -19,7 +19,7 @@ from typing import Literal
 
 from commlib.link import Line
 
-_PIECE_S = 32e-3
+_PIECE_S = 16e-3
 _SMALLEST, _LARGEST = 1 << 20, 4 << 20
 _LOST = 10.0  # times as long the bytes take as a message does
 

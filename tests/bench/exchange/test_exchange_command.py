@@ -81,14 +81,16 @@ def test_figures_of_two_ranks_as_json_and_kept(own: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("own")
-def test_time_that_is_over_is_said_and_the_baseline_is_measured_nevertheless() -> None:
-    out, err = run("--model", "exchange_own:layers", "--codec", "onebit@gather", "--seconds", "0", "--steps", "1")
+@pytest.mark.parametrize("backend", ["gloo", "zmq"])
+def test_time_that_is_over_is_said_and_the_baseline_is_measured_nevertheless(backend: str) -> None:
+    model = ["--model", "exchange_own:layers", "--backend", backend]
+    out, err = run(*model, "--codec", "onebit@gather", "--seconds", "0", "--steps", "1")
     assert "left out: 5 of 6 visits, and so all of onebit@gather: --seconds 0 were over" in err
     table = out.splitlines()
     assert any("dense" in x and "none" in x for x in table)
     assert not any("onebit" in x for x in table)
     assert "353,900 parameters" in out
-    assert "2 ranks, gloo, line" in out
+    assert f"2 ranks, {backend}, line" in out
 
 
 @pytest.mark.slow

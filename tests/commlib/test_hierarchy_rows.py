@@ -18,7 +18,7 @@ from commlib.manager.sheet import Figures
 from fleet import Fleet
 from toy import Trainer, same_everywhere, through_delays, torchrun
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # seconds; on a quiet machine a tenth of it
+pytestmark = pytest.mark.slow
 
 ABOUT = "dense inside a node of 2, routes between 2 nodes"
 MIXED = {"0.*": "factors", "2.*": "onebit@gather", "4.weight": "owners", "*": "none"}

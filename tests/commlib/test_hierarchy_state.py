@@ -14,7 +14,7 @@ from commlib.exchange.item import World
 from fleet import Fleet
 from toy import Trainer, owed, poison, torchrun
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # seconds; on a quiet machine a tenth of it
+pytestmark = pytest.mark.slow
 
 MIXED = {"0.*": "onebit@scatter_gather", "2.*": "none", "*": "topk:ratio=0.1@gather"}
 

@@ -142,7 +142,6 @@ MIXED: list[Any] = [
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_random_delays_over_all_exchanges_change_nothing_and_nothing_hangs(fleet: Fleet):
     for report in fleet.run(3, stress, MIXED, 40):
         for off, equal in report:

@@ -71,7 +71,6 @@ def fifty_steps(world: World, pairs: list[str]) -> dict[str, tuple[bool, bool, f
     return report
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.slow
 def test_replicas_are_bitwise_equal_after_50_steps_and_bytes_at_the_process_group_equal_stats(fleet: Fleet, size: int):
@@ -132,7 +131,6 @@ def delayed(world: World, rule: str | dict[str, str], repetitions: int) -> tuple
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "rule",
     [

@@ -63,7 +63,6 @@ def at_interface(visit: Visit) -> list[str]:
 
 @pytest.mark.alone
 @pytest.mark.slow
-@pytest.mark.timeout(280)
 def test_the_interface_counts_what_the_exchange_says_for_every_exchange_and_codec(no_lab: str | None) -> None:
     if no_lab is not None:
         pytest.skip(no_lab)

@@ -238,6 +238,5 @@ def delayed(world: World, repetitions: int) -> tuple[bool, bool]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_riders_that_are_late_at_random_end_with_the_same_bits(fleet: Fleet) -> None:
     assert fleet.run(2, delayed, 200) == [(True, True)] * 2

@@ -139,7 +139,6 @@ def wrong_models(world: World, first: int, count: int) -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_two_hundred_random_models_with_random_delays(fleet: Fleet) -> None:
     each = MODELS // JOBS
     for job in range(JOBS):

@@ -120,9 +120,11 @@ def test_a_graph_of_them_replays(loop: Loop) -> None:
 
 if not INTERPRETED:
 
-    def test_all_of_it_in_tritons_interpreter() -> None:
+    @pytest.mark.parametrize("which", ["encodes or zeros", "not (encodes or zeros)"])  # of 40 s, half each
+    def test_all_of_it_in_tritons_interpreter(which: str) -> None:
         # without conftest.py, for this test has its turn already, and passes it on to nobody
-        command = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-m", "not gpu", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-p", "no:cacheprovider", __file__]
+        chosen = ["-m", "not gpu", "-k", which]
         env = {**os.environ, "TRITON_INTERPRET": "1"}
-        done = subprocess.run([*command, __file__], env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run([*command, *chosen], env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -11,7 +11,7 @@ import pytest
 
 from commlib import keys
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 PROGRAM = """
 import datetime, torch, torch.distributed as dist

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -83,11 +83,11 @@ KINDS: Mapping[str, Kind] = {
     "error": Kind(3),
     "taken": Kind(4),
 }
+_KIND_OF = {kind.code: name for name, kind in KINDS.items()}
 
 
-@dataclasses.dataclass(frozen=True)
-class Frame:
-    """One message.
+class Frame(NamedTuple):
+    """One message; after its kind, the fields in the order of the wire.
 
     Args:
         kind: of :data:`KINDS`.
@@ -132,8 +132,7 @@ def encode(frame: Frame, limits: Limits = DEFAULT) -> list[Buffer]:
     wrong = _wrong(frame, limits)
     if wrong:
         raise ValueError(f"this {frame.kind!r} frame cannot be sent: {wrong}")
-    values = [getattr(frame, name) for name in _FIELDS]
-    header = MAGIC + bytes([VERSION]) + msgpack.packb([KINDS[frame.kind].code, *values])
+    header = MAGIC + bytes([VERSION]) + msgpack.packb([KINDS[frame.kind].code, *frame[1:-1]])
     if len(header) > limits.header:
         raise ValueError(f"this {frame.kind!r} frame cannot be sent: its header has {len(header)} bytes")
     return [header, *frame.parts]
@@ -148,13 +147,11 @@ def decode(buffers: Sequence[Buffer], limits: Limits = DEFAULT) -> Frame:
     if not buffers:
         raise ProtocolError("an empty message")
     code, *values = _header(memoryview(buffers[0]).cast("B"), limits)
-    kind = next((name for name, k in KINDS.items() if type(code) is int and k.code == code), None)
+    kind = _KIND_OF.get(code) if type(code) is int else None
     if kind is None:
         raise ProtocolError(f"a frame of unknown kind {_short(code)} (known: {_known()})")
-    given: dict[str, Any] = {
-        name: tuple(v) if isinstance(v, list) else v for name, v in zip(_FIELDS, values, strict=True)
-    }
-    frame = Frame(kind, parts=tuple(buffers[1:]), **given)
+    given: list[Any] = [tuple(v) if type(v) is list else v for v in values]
+    frame = Frame._make((kind, *given, tuple(buffers[1:])))
     wrong = _wrong(frame, limits)
     if wrong:
         raise ProtocolError(f"a bad {kind!r} frame: {wrong}")
@@ -232,10 +229,10 @@ def _wrong(frame: Frame, limits: Limits) -> str | None:
     """What is wrong with a frame, in words."""
     if frame.kind not in KINDS:
         return f"its kind is unknown (known: {_known()})"
-    for name, check in _FIELDS.items():
-        why = check(getattr(frame, name), limits)
+    for (name, check), value in zip(_FIELDS.items(), frame[1:-1], strict=True):
+        why = check(value, limits)
         if why:
-            return f"its {name} {_short(getattr(frame, name))} is {why}"
+            return f"its {name} {_short(value)} is {why}"
     most = KINDS[frame.kind].parts
     if len(frame.parts) > most:
         return f"it has {len(frame.parts)} parts, of which {most} are allowed"

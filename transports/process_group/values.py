@@ -24,11 +24,9 @@ def to_buffer(flat: Tensor) -> Buffer:
 def from_buffer(buffer: Buffer, dtype: torch.dtype) -> Tensor:
     """(n,) in these bytes, n ≥ 1; copied only if they lie where values of this dtype must not."""
     found = torch.frombuffer(buffer, dtype=dtype)
-    if found.data_ptr() % found.itemsize == 0:
-        return found
-    aligned = torch.empty_like(found)  # PyTorch's loops may be compiled for this: complex128 ended the process
-    aligned.view(torch.uint8).copy_(torch.frombuffer(buffer, dtype=torch.uint8))
-    return aligned
+    if found.data_ptr() % found.itemsize:  # PyTorch's loops may be compiled for that not to be: complex128 crashed
+        return torch.frombuffer(bytearray(buffer), dtype=dtype)
+    return found
 
 
 _Add = Callable[[Tensor, Tensor], object]

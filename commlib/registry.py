@@ -11,20 +11,17 @@ codecs have it and unbiased ones do not.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import typing
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
-from typing import Any
 
 from commlib.compressor import Compressor
 from commlib.errors import MissingDependency, unknown
 from commlib.feedback import ErrorFeedback, with_default_feedback
+from commlib.spec import build, split, switch
 
 GROUP = "commlib.compressors"
-_SWITCH = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}
 
 
 @functools.cache
@@ -77,10 +74,9 @@ def make(spec: str | Compressor) -> Compressor:
         return with_default_feedback(spec)
     if not isinstance(spec, str):
         raise TypeError(f"a compressor is a spec string or a Compressor, not {type(spec).__name__}")
-    name, _, tail = spec.strip().partition(":")
-    options = _split_options(spec, tail)
-    feedback = _switch(spec, "ef", options.pop("ef")) if "ef" in options else None
-    codec = build(load(name), options)
+    name, options = split("compressor", spec)
+    feedback = switch(spec, "ef", options.pop("ef")) if "ef" in options else None
+    codec = _build(name, options)
     if feedback is None:
         return with_default_feedback(codec)
     return ErrorFeedback(codec) if feedback else codec
@@ -88,52 +84,8 @@ def make(spec: str | Compressor) -> Compressor:
 
 def make_plain(spec: str) -> Compressor:
     """A codec without error feedback, as a part of another one (``values=int8``)."""
-    name, _, tail = spec.strip().partition(":")
-    return build(load(name), _split_options(spec, tail))
+    return _build(*split("compressor", spec))
 
 
-def build(cls: type[Compressor], options: Mapping[str, str]) -> Compressor:
-    """An instance from option strings, each converted to the type of its dataclass field."""
-    fields = _fields(cls)
-    hints = typing.get_type_hints(cls)
-    values: dict[str, object] = {}
-    for key, text in options.items():
-        if key not in fields:
-            raise ValueError(f"{cls.name}: {unknown('option', key, [*fields, 'ef'])}")
-        values[key] = _convert(cls.name, key, text, hints[key])
-    return cls(**values)
-
-
-def _fields(cls: Any) -> dict[str, dataclasses.Field[Any]]:
-    return {f.name: f for f in dataclasses.fields(cls) if f.init} if dataclasses.is_dataclass(cls) else {}
-
-
-def _split_options(spec: str, tail: str) -> dict[str, str]:
-    options: dict[str, str] = {}
-    for part in filter(None, tail.split(",")):
-        key, eq, value = part.partition("=")
-        if not eq or not key.strip() or not value.strip():
-            raise ValueError(f"cannot read {part!r} in compressor {spec!r}: write name:option=value,option=value")
-        if key.strip() in options:
-            raise ValueError(f"option {key.strip()!r} is given twice in compressor {spec!r}")
-        options[key.strip()] = value.strip()
-    return options
-
-
-def _switch(name: str, key: str, text: str) -> bool:
-    if text.lower() not in _SWITCH:
-        raise ValueError(f"{name}: {key} must be on or off, got {text!r}")
-    return _SWITCH[text.lower()]
-
-
-def _convert(name: str, key: str, text: str, kind: object) -> object:
-    if kind is bool:
-        return _switch(name, key, text)
-    if kind is str:
-        return text
-    convert = int if kind is int else float
-    try:
-        return convert(text)
-    except ValueError:
-        wanted = "a whole number" if kind is int else "a number"
-        raise ValueError(f"{name}: {key} must be {wanted}, got {text!r}") from None
+def _build(name: str, options: Mapping[str, str]) -> Compressor:
+    return build(load(name), name, options, also=("ef",))

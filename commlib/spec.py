@@ -1,0 +1,89 @@
+"""Spec strings: a name and options, which are the fields of a frozen dataclass.
+
+::
+
+    name[:option=value[,option=value…]]          topk:ratio=0.01,values=int8
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+from commlib.errors import unknown
+
+T = TypeVar("T")
+_SWITCH = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}
+
+
+def split(what: str, spec: str, first: str = "") -> tuple[str, dict[str, str]]:
+    """Name and options, as written.
+
+    Args:
+        what: kind of thing, for messages.
+        spec: the whole string.
+        first: the option that a lone value stands for (``ssp:3``); empty: every option has its name.
+
+    Raises:
+        ValueError: it is no spec string, or has an option twice.
+    """
+    name, _, tail = spec.strip().partition(":")
+    options: dict[str, str] = {}
+    for part in filter(None, tail.split(",")):
+        key, eq, value = part.partition("=")
+        if first and not eq and not options:
+            key, eq, value = first, "=", key
+        if not eq or not key.strip() or not value.strip():
+            raise ValueError(f"cannot read {part!r} in {what} {spec!r}: write name:option=value,option=value")
+        if key.strip() in options:
+            raise ValueError(f"option {key.strip()!r} is given twice in {what} {spec!r}")
+        options[key.strip()] = value.strip()
+    return name, options
+
+
+def build(cls: type[T], name: str, options: Mapping[str, str], also: Collection[str] = ()) -> T:
+    """An instance of a dataclass, each option converted to the type of its field.
+
+    Args:
+        cls: of what.
+        name: its name, for messages.
+        options: as written.
+        also: options that the caller has taken out, for messages.
+
+    Raises:
+        ValueError: an unknown option, or a value that is none or out of range.
+    """
+    fields = {f.name for f in dataclasses.fields(cls) if f.init} if dataclasses.is_dataclass(cls) else set()
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for key, text in options.items():
+        if key not in fields:
+            raise ValueError(f"{name}: {unknown('option', key, [*fields, *also])}")
+        values[key] = _convert(name, key, text, hints[key])
+    return cls(**values)
+
+
+def switch(name: str, key: str, text: str) -> bool:
+    """``on`` or ``off``.
+
+    Raises:
+        ValueError: neither.
+    """
+    if text.lower() not in _SWITCH:
+        raise ValueError(f"{name}: {key} must be on or off, got {text!r}")
+    return _SWITCH[text.lower()]
+
+
+def _convert(name: str, key: str, text: str, kind: object) -> object:
+    if kind is bool:
+        return switch(name, key, text)
+    if kind is str:
+        return text
+    convert = int if kind is int else float
+    try:
+        return convert(text)
+    except ValueError:
+        wanted = "a whole number" if kind is int else "a number"
+        raise ValueError(f"{name}: {key} must be {wanted}, got {text!r}") from None

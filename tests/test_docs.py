@@ -50,7 +50,7 @@ def test_code_blocks_run_in_order(page: str, tmp_path: Path):
     script.write_text(PROGRAMS[page])
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(script)], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=100
+        [sys.executable, str(script)], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, f"line numbers are those of {page}\n{done.stdout}{done.stderr}"
 

@@ -60,7 +60,7 @@ def test_leaks_fail_the_test_that_made_them(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
     )
     out = done.stdout
     assert "6 passed, 3 errors" in out, out + done.stderr

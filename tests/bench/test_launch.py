@@ -52,7 +52,7 @@ def hang() -> None:
 
 def test_ranks_meet_and_answer_in_order(capfd: pytest.CaptureFixture[str]) -> None:
     messages: list[tuple[int, object]] = []
-    results = run_ranks(add_up, 2, (10,), on_message=lambda r, m: messages.append((r, m)), timeout=60)
+    results = run_ranks(add_up, 2, (10,), on_message=lambda r, m: messages.append((r, m)), timeout=300)
     assert results == [(0, 21.0), (1, 21.0)]
     assert sorted(messages, key=str) == [(0, {"from": 0}), (1, {"from": 1})]
     out, err = capfd.readouterr()
@@ -63,7 +63,7 @@ def test_ranks_meet_and_answer_in_order(capfd: pytest.CaptureFixture[str]) -> No
 @pytest.mark.slow
 def test_the_rank_that_raised_is_named_and_the_others_are_ended() -> None:
     with pytest.raises(RankFailed, match="rank 1 failed: ArithmeticError: seven is not eight") as caught:
-        run_ranks(fail_on_one, 2, timeout=60)
+        run_ranks(fail_on_one, 2, timeout=300)
     assert caught.value.rank == 1
     assert isinstance(caught.value.error, ArithmeticError)
     assert "fail_on_one" in caught.value.trace
@@ -72,12 +72,12 @@ def test_the_rank_that_raised_is_named_and_the_others_are_ended() -> None:
 @pytest.mark.slow
 def test_a_rank_that_dies_is_named_with_its_signal() -> None:
     with pytest.raises(RankFailed, match="rank 0 was killed by SIGKILL"):
-        run_ranks(die_on_zero, 2, (int(signal.SIGKILL),), timeout=60)
+        run_ranks(die_on_zero, 2, (int(signal.SIGKILL),), timeout=300)
 
 
 def test_a_rank_that_leaves_without_a_result() -> None:
     with pytest.raises(RankFailed, match=r"rank 0 ended without a result \(exit code 7\)"):
-        run_ranks(exit_early, 1, timeout=60)
+        run_ranks(exit_early, 1, timeout=300)
 
 
 def test_ranks_that_hang_are_ended_in_time() -> None:

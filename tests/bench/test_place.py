@@ -49,17 +49,17 @@ def test_two_ranks_here_by_default() -> None:
     with place(None, None, None) as p:
         assert p.launches
         assert p.facts() == {"ranks": 2, "hosts": None, "ranks_per_host": 2, "rate": None}
-        assert p.run(add_up, (10,), timeout=60) == 21.0
+        assert p.run(add_up, (10,), timeout=300) == 21.0
 
 
 @pytest.mark.slow
 def test_ranks_on_emulated_hosts_again_and_again(lab: Callable[..., Lab]) -> None:
     with place(None, 2, "200mbit", 2) as p:
         assert p.facts() == {"ranks": 4, "hosts": 2, "ranks_per_host": 2, "rate": "200mbit"}
-        assert p.run(add_up, (0,), timeout=60) == 6.0
+        assert p.run(add_up, (0,), timeout=300) == 6.0
         with pytest.raises(RankFailed, match="rank 1 failed: ArithmeticError"):
-            p.run(fail, timeout=60)
-        assert p.run(add_up, (1,), timeout=60) == 10.0
+            p.run(fail, timeout=300)
+        assert p.run(add_up, (1,), timeout=300) == 10.0
         assert isinstance(p, InLab)
         assert all(c.sent_bytes > 0 for c in p.lab.counters())
 
@@ -69,7 +69,7 @@ def test_under_torchrun_only_rank_0_has_the_result(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB.format(folder=str(Path(__file__).parent), out=str(tmp_path)))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(torchrun, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(torchrun, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["(3.0, 2)", "(None, 2)"]
 

@@ -17,7 +17,7 @@ def run(name: str, *args: str) -> str:
     """What an example prints under torchrun with two ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, str(EXAMPLES / name), *args], capture_output=True, text=True, timeout=100, check=False
+        [*command, str(EXAMPLES / name), *args], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

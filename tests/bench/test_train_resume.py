@@ -29,7 +29,7 @@ def train(settings: Settings, ranks: int = 2, stop_at: int | None = None) -> dic
         if stop_at is not None and message.step >= stop_at:
             raise Enough
 
-    result: dict[str, Any] = run_ranks(rank_main, ranks, (settings,), on_message=look, timeout=90)[0]["runs"][0]
+    result: dict[str, Any] = run_ranks(rank_main, ranks, (settings,), on_message=look, timeout=300)[0]["runs"][0]
     return result
 
 

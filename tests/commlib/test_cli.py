@@ -24,7 +24,7 @@ def run(*args: str, path: Path | None = None, **env: str) -> subprocess.Complete
         cwd=path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 
@@ -144,7 +144,7 @@ def test_only_the_called_command_is_imported() -> None:
         "try:\n    main(['doctor', '--help'])\n"
         "finally:\n    print(*[m for m in sys.modules if m.startswith('commlib.bench')], file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0
     assert done.stderr.strip() == ""
 

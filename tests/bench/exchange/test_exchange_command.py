@@ -140,7 +140,7 @@ def test_under_torchrun_rank_0_prints() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     options = ["--model", "exchange_own:layers", "--codec", "fp16@dense", "--rounds", "1", "--json"]
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run([*torchrun, *options], capture_output=True, text=True, timeout=100, env=env)
+    done = subprocess.run([*torchrun, *options], capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(x) for x in done.stdout.splitlines()]
     assert [f"{x['codec']}@{x['exchange']}" for x in rows] == ["none@dense", "fp16@dense"]

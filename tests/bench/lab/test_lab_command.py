@@ -34,7 +34,7 @@ def _needs_a_lab(no_lab: str | None) -> None:
 
 
 def lab(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMLIB, *args], capture_output=True, text=True, timeout=100)
+    return subprocess.run([*COMMLIB, *args], capture_output=True, text=True, timeout=300)
 
 
 def sh(script: str) -> list[str]:
@@ -124,7 +124,7 @@ def test_an_interrupt_reaches_the_ranks_and_ends_all(signum: int, code: int, tmp
 def test_without_root_it_works_where_users_may_make_namespaces_and_else_says_so(user: list[str]) -> None:
     # In a user namespace root keeps its files and loses its rights. Without a user id there it may make no other.
     argv = [*(user if os.geteuid() == 0 else []), *COMMLIB, "--hosts", "2", "--rate", "50mbit", *sh("echo $RANK")]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300)
     if done.returncode == 0:
         assert sorted(done.stdout.split()) == ["0", "1"]
     else:

@@ -23,7 +23,7 @@ def test_two_levels_send_two_thirds_of_a_flat_rings_bytes_between_2x2_ranks_and_
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=200,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"exchange"')]

@@ -137,8 +137,8 @@ def test_a_limit_holds_up_commlibs_contender_and_a_hierarchy_on_one_node_is_flat
 
 @pytest.mark.slow
 def test_who_hangs_or_dies_is_named_and_the_run_goes_on() -> None:
-    # New ranks start after each, and on busy cores take their time: 10 s were too few for them once.
-    seen = run(bad("die"), bad("hang-one"), bad("hang-all"), ONEBIT, limit_s=25.0)
+    # New ranks start after each, and on busy cores take their time: 25 s were too few for them once.
+    seen = run(bad("die"), bad("hang-one"), bad("hang-all"), ONEBIT, limit_s=50.0)
     assert seen["die"]["status"] == "rank 1 was killed by SIGKILL (out of memory?)"
     assert "hung" in str(seen["hang-one"]["status"])
     assert "hung" in str(seen["hang-all"]["status"])
@@ -168,7 +168,7 @@ def test_the_watchdog_says_who_hangs_where_no_parent_does() -> None:
         "with watched('quick', 60.0, aloud=True): pass\n"
         "with watched('powersgd', 0.2, aloud=True): threading.Event().wait()"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "powersgd hangs" in done.stderr
     assert "quick" not in done.stderr

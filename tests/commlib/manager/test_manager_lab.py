@@ -62,7 +62,7 @@ def test_when_the_rate_is_halved_and_doubled_the_plan_follows_within_fifty_steps
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=200,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout
     stretches: list[list[dict[str, Any]]] = [[]]  # of steps, between changes of the rate

@@ -36,7 +36,7 @@ def run(tmp_path: Path, **environment: str) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=200,
+        timeout=300,
     )
     return done.returncode, done.stdout
 

@@ -19,7 +19,8 @@ which shape, unless (each has a function of its own):
 ``check_reducible``    decode(Σ payloads) = Σ decoded payloads
 =====================  ============================================================================
 
-Of a transport: ``check_endpoint(make)``; see :mod:`commlib.endpoint_contract`.
+Of a transport: ``check_endpoint(make)``; see :mod:`commlib.endpoint_contract`. Of a filter of the parameter server's
+messages: ``check_filter("mine:level=3")``; see :mod:`commlib.filter_contract`.
 
 Needs torch only, so a third party's tests can import it. Everything follows from ``seed``.
 """
@@ -36,6 +37,7 @@ from commlib.compressor import Compressor, LayerSpec, Memory
 from commlib.endpoint_contract import check_endpoint as check_endpoint
 from commlib.exchange.item import scales_of
 from commlib.feedback import ErrorFeedback
+from commlib.filter_contract import check_filter as check_filter
 from commlib.trial import close, decode, encode, normal, raises, require, roundtrip, same, seeds, standard_error
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (7,), (300,), (33, 17), (4, 3, 5, 5), (0, 3), (64, 48))

@@ -66,7 +66,9 @@ def test_the_wheel_carries_no_tests_and_the_licence(wheel: list[str]) -> None:
     assert any(name.endswith("/licenses/LICENSE") for name in wheel)
 
 
-@pytest.mark.parametrize("group", ["commlib.commands", "commlib.compressors"])
+@pytest.mark.parametrize(
+    "group", ["commlib.commands", "commlib.compressors", "commlib.filters", "commlib.process_groups"]
+)
 def test_every_entry_point_of_this_distribution_loads(group: str) -> None:
     ours = [ep for ep in entry_points(group=group) if ep.value.startswith("commlib.")]
     assert ours

@@ -1,0 +1,87 @@
+"""What workers and shards say to each other. Each message belongs to the view in which its sender was."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from commlib.server.cell import Applied
+
+
+@dataclasses.dataclass(frozen=True)
+class Push:
+    """A worker's gradient of a key, (n,)."""
+
+    view: int
+    key: str
+    worker: int
+    stamp: int
+    gradient: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Ack:
+    """A push is in the values of all who keep the key; or was refused, for it was not finite."""
+
+    view: int
+    key: str
+    worker: int
+    stamp: int
+    refused: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Pull:
+    """A worker asks for a key's values."""
+
+    view: int
+    key: str
+    worker: int
+    clock: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Values:
+    """They are, (n,), and include so many pushes of each worker."""
+
+    view: int
+    key: str
+    worker: int
+    values: Tensor
+    included: Mapping[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicate:
+    """An owner's update, for a replica."""
+
+    view: int
+    key: str
+    applied: Applied
+
+
+@dataclasses.dataclass(frozen=True)
+class Adopt:
+    """All that an owner knows of a key, for a replica."""
+
+    view: int
+    key: str
+    state: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicated:
+    """A replica has the first so many updates of a key."""
+
+    view: int
+    key: str
+    number: int
+    shard: str
+
+
+Message = Push | Ack | Pull | Values | Replicate | Adopt | Replicated
+Send = tuple[str | int, Message]
+"""To a shard, by name, or to a worker, by rank."""

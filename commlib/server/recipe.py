@@ -1,0 +1,68 @@
+"""A user's optimizer as a shard makes it for each chunk: the same class, and the options of the parameter's group."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+BY_ELEMENT: frozenset[str] = frozenset(
+    {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"}
+)
+"""Of ``torch.optim``: those that treat every value by itself, and so do to chunks what they do to a whole parameter."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How values are updated.
+
+    Args:
+        kind: class of the optimizer.
+        options: of its group: ``lr`` and so on.
+    """
+
+    kind: type[Optimizer]
+    options: Mapping[str, Any]
+
+    @property
+    def by_element(self) -> bool:
+        """Whether a parameter may be cut into chunks."""
+        return self.kind.__module__.startswith("torch.optim.") and self.kind.__name__ in BY_ELEMENT
+
+    def make(self, parameter: torch.nn.Parameter) -> Optimizer:
+        """For these values, with no state yet."""
+        make: Any = self.kind
+        return make([{"params": [parameter], **self.options}])  # type: ignore[no-any-return]
+
+
+def recipes(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Recipe]:
+    """Name → recipe.
+
+    Args:
+        optimizer: the user's; its state is not read.
+        parameters: by name.
+
+    Raises:
+        ValueError: it has a parameter that is not one of these, or lacks one that needs a gradient, which is named.
+    """
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    found = {
+        name: Recipe(type(optimizer), {k: v for k, v in groups[id(p)].items() if k != "params"})
+        for name, p in parameters.items()
+        if id(p) in groups
+    }
+    lacking = [name for name, p in parameters.items() if p.requires_grad and name not in found]
+    if lacking:
+        raise ValueError(f"the optimizer lacks {_some(lacking)}: every parameter that needs a gradient must be in it")
+    if len(groups) > len({id(parameters[name]) for name in found}):
+        raise ValueError("the optimizer has parameters that are not the model's: give it model.parameters()")
+    return found
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")

@@ -1,0 +1,189 @@
+"""A shard: the cells that it owns, the replicas that it keeps, and whom it owes an answer. Pure: messages in and out.
+
+A push is applied by the key's owner, sent on to the key's replicas as what the optimizer got (once for all workers of
+a step, in bulk: aggregate, then replicate), and acknowledged when all of them have it (Li et al., OSDI 2014, 4.3).
+
+In a new view (:mod:`commlib.server.view`) a key's owner is one that kept it before, so it has every push that was
+acknowledged; workers send it again what was not. It tells its replicas all that it knows, for they may have what it has
+not. A message of an older view is dropped, one of a newer waits: an owner that was given up, and does not know it, gets
+no acknowledgement from a replica, and so gives none. Nor does anybody read what may yet be lost: values, too, go out
+when all replicas have what is in them.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from commlib.errors import CommlibError
+from commlib.server.cell import Applied, Cell
+from commlib.server.messages import Ack, Adopt, Message, Pull, Push, Replicate, Replicated, Send, Values
+from commlib.server.view import View
+
+
+@dataclasses.dataclass
+class _Owed:
+    """What waits until all replicas have so many updates."""
+
+    number: int
+    sends: list[Send]
+
+
+class Shard:
+    """One.
+
+    Args:
+        name: its.
+        view: the first.
+        cell: makes a key's, as it is before any push.
+    """
+
+    def __init__(self, name: str, view: View, cell: Callable[[str], Cell]) -> None:
+        self.name, self._make = name, cell
+        self._view = view
+        self._cells = {key: cell(key) for key, at in view.places.items() if name in at}
+        self._whole = set(self._cells)  # not those that are yet to be adopted
+        self._early: list[Message] = []
+        self._owed: dict[str, collections.deque[_Owed]] = collections.defaultdict(collections.deque)
+        self._have = {key: dict.fromkeys(at[1:], 0) for key, at in view.places.items()}  # replica → updates it has
+        self._pulls: dict[str, dict[int, int]] = collections.defaultdict(dict)  # key → worker → clock
+
+    @property
+    def cells(self) -> Mapping[str, Cell]:
+        """By key: those that it owns, and its replicas."""
+        return self._cells
+
+    @property
+    def whole(self) -> frozenset[str]:
+        """The keys that it could own in the next view."""
+        return frozenset(self._whole)
+
+    @property
+    def clock(self) -> int:
+        """The highest that any worker has had: a new one may begin there, and has pushed nothing of it yet."""
+        return max((cell.furthest for cell in self._cells.values()), default=0)
+
+    def owns(self, key: str) -> bool:
+        """Whether it is a key's owner."""
+        return self._view.places.get(key, ("",))[0] == self.name
+
+    def handle(self, message: Message) -> list[Send]:
+        """What is to be sent, in this order.
+
+        Raises:
+            ProtocolError: it cannot be right; what is wrong.
+        """
+        if message.view > self._view.number:
+            self._early.append(message)
+        elif message.view == self._view.number:
+            if isinstance(message, Push) and self.owns(message.key):
+                return self._push(message)
+            if isinstance(message, Pull) and self.owns(message.key):
+                return self._pull(message)
+            if isinstance(message, Replicated) and self.owns(message.key):
+                return self._replicated(message)
+            if isinstance(message, Replicate | Adopt) and message.key in self._cells:
+                return self._follow(message)
+        return []
+
+    def change(self, view: View) -> list[Send]:
+        """A new view; one that is not newer changes nothing.
+
+        Raises:
+            CommlibError: it shall own a key that it does not have.
+        """
+        if view.number <= self._view.number:
+            return []
+        kept = {key: at for key, at in view.places.items() if self.name in at}
+        lacking = [key for key, at in kept.items() if at[0] == self.name and key not in self._whole]
+        if lacking:
+            raise CommlibError(f"shard {self.name} shall own {lacking[0]} in view {view.number}, and does not have it")
+        self._view = view
+        self._whole &= kept.keys()
+        self._cells = {key: self._cells[key] if key in self._whole else self._make(key) for key in kept}
+        self._pulls.clear()
+        self._have = {key: dict.fromkeys(at[1:], -1) for key, at in kept.items() if at[0] == self.name}
+        for key, owed in list(self._owed.items()):
+            acks = [_Owed(o.number, [s for s in o.sends if isinstance(s[1], Ack)]) for o in owed]
+            self._owed[key] = collections.deque(acks if key in self._have else [])  # workers ask anew
+        sends = [send for key in self._have for send in self._begin(key)]
+        early, self._early = self._early, []
+        return sends + [send for message in early for send in self.handle(message)]
+
+    # -- as an owner ----------------------------------------------------------------------------
+
+    def _begin(self, key: str) -> list[Send]:
+        """As the owner in a new view."""
+        cell = self._cells[key]
+        for worker in sorted(cell.included.keys() - self._view.workers.keys()):
+            self._owe(key, cell.leave(worker))
+        for worker, clock in self._view.workers.items():
+            if cell.included.get(worker, -1) < clock:  # it came; or came back, and this replica never knew it gone
+                cell.join(worker, clock)
+        state = cell.state_dict()
+        return [*[(r, Adopt(self._view.number, key, state)) for r in self._have[key]], *self._settled(key)]
+
+    def _push(self, push: Push) -> list[Send]:
+        cell = self._cells[push.key]
+        if push.stamp < cell.included.get(push.worker, 0):  # once more: whoever sent it had no answer
+            return self._once_replicated(push.key, cell.number, self._ack(push.key, push.worker, push.stamp))
+        applied = cell.push(push.worker, push.stamp, push.gradient)
+        self._owe(push.key, applied)
+        sends: list[Send] = [
+            (replica, Replicate(self._view.number, push.key, each))
+            for each in applied
+            for replica in self._have[push.key]
+        ]
+        for worker in list(self._pulls[push.key]) if applied else ():
+            sends += self._answer(push.key, worker)
+        return [*sends, *self._settled(push.key)]
+
+    def _owe(self, key: str, applied: list[Applied]) -> None:
+        for each in applied:
+            for worker, stamp in each.stamps.items():
+                self._owed[key].append(_Owed(each.number + 1, self._ack(key, worker, stamp, worker in each.refused)))
+
+    def _ack(self, key: str, worker: int, stamp: int, refused: bool = False) -> list[Send]:
+        return [(worker, Ack(self._view.number, key, worker, stamp, refused))]
+
+    def _replicated(self, message: Replicated) -> list[Send]:
+        have = self._have[message.key]
+        if message.shard in have:
+            have[message.shard] = max(have[message.shard], message.number)
+        return self._settled(message.key)
+
+    def _once_replicated(self, key: str, number: int, sends: list[Send]) -> list[Send]:
+        self._owed[key].append(_Owed(number, sends))
+        return self._settled(key)
+
+    def _settled(self, key: str) -> list[Send]:
+        owed, sends = self._owed[key], list[Send]()
+        while owed and all(n >= owed[0].number for n in self._have[key].values()):
+            sends += owed.popleft().sends
+        return sends
+
+    def _pull(self, pull: Pull) -> list[Send]:
+        self._pulls[pull.key][pull.worker] = pull.clock
+        return self._answer(pull.key, pull.worker)
+
+    def _answer(self, key: str, worker: int) -> list[Send]:
+        cell = self._cells[key]
+        values = cell.read(worker, self._pulls[key][worker])
+        if values is None:
+            return []
+        del self._pulls[key][worker]
+        answer = Values(self._view.number, key, worker, values.clone(), dict(cell.included))
+        return self._once_replicated(key, cell.number, [(worker, answer)])
+
+    # -- as a replica ---------------------------------------------------------------------------
+
+    def _follow(self, message: Replicate | Adopt) -> list[Send]:
+        cell = self._cells[message.key]
+        if isinstance(message, Adopt):
+            cell.load_state_dict(message.state)
+            self._whole.add(message.key)
+        else:
+            cell.follow(message.applied)
+        answer = Replicated(message.view, message.key, cell.number, self.name)
+        return [(self._view.places[message.key][0], answer)]

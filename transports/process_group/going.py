@@ -12,12 +12,11 @@ import time
 
 from torch import Tensor
 
+from commlib.buffers import from_buffer, to_buffer
 from commlib.endpoint import Endpoint, Sent
 from commlib.errors import PeerLost, ProtocolError
 from commlib.frame import Buffer, Frame
 from commlib.schedule.steps import Recv, Send
-
-from .values import from_buffer, to_buffer
 
 
 class Going:

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from commlib.buffers import from_buffer, to_buffer
 from commlib.endpoint import Endpoint
 from commlib.errors import CommlibError, PeerLost, ProtocolError
 from commlib.frame import Buffer, Frame
@@ -22,7 +23,6 @@ from commlib.schedule.steps import Place
 
 from .flat import Flat
 from .matcher import Matcher, Wanted
-from .values import from_buffer, to_buffer
 from .work import Work
 
 _SLICE_S = 0.2

@@ -12,6 +12,7 @@ import msgpack
 import torch
 
 from commlib import keys
+from commlib.buffers import to_buffer
 from commlib.errors import AuthenticationError, CommlibError, PeerLost
 from commlib.exchange.item import World
 from commlib.handshake import wait_for_all
@@ -19,7 +20,6 @@ from commlib.link import Line
 from commlib.transports.zeromq import ZeroMQ, is_loopback
 
 from .options import Options, address_towards, machine, store_host
-from .values import to_buffer
 
 _DECLINED = "declined"
 _PINGS, _BULK = 9, 1 << 19

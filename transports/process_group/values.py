@@ -1,4 +1,4 @@
-"""Tensors as the bytes of messages, and what adding them up means."""
+"""What adding tensors up means."""
 
 from __future__ import annotations
 
@@ -9,25 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commlib.frame import Buffer
 from commlib.schedule.steps import Fold
-
-
-def to_buffer(flat: Tensor) -> Buffer:
-    """The bytes of (n,), contiguous, on the CPU; not copied."""
-    if flat.stride(0) != 1:  # one value, which PyTorch calls contiguous whatever its stride is, but does not view
-        flat = flat.as_strided(flat.shape, (1,))
-    found: Any = flat.view(torch.uint8).numpy()
-    return memoryview(found)
-
-
-def from_buffer(buffer: Buffer, dtype: torch.dtype) -> Tensor:
-    """(n,) in these bytes, n ≥ 1; copied only if they lie where values of this dtype must not."""
-    found = torch.frombuffer(buffer, dtype=dtype)
-    if found.data_ptr() % found.itemsize:  # PyTorch's loops may be compiled for that not to be: complex128 crashed
-        return torch.frombuffer(bytearray(buffer), dtype=dtype)
-    return found
-
 
 _Add = Callable[[Tensor, Tensor], object]
 

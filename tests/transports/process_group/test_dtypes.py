@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from commlib.buffers import from_buffer
 from commlib.transports.process_group.group import ZmqGroup
-from commlib.transports.process_group.values import from_buffer
 from wires import each, groups
 
 ADDED = [

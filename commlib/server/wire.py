@@ -1,0 +1,174 @@
+"""Messages of the parameter server as the parts of frames, and back. Sans-IO.
+
+::
+
+    part 0    msgpack [kind, field, …] in the order of the message's fields; a tensor is an extension: [dtype, shape]
+    part 1    the tensors' bytes, in that order, one behind the other; the message's only one is not copied
+
+There is no pickle: what comes is numbers, strings, lists and maps of these, and tensors as large as what came.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgpack
+import torch
+from torch import Tensor
+
+from commlib.buffers import from_buffer, to_buffer
+from commlib.errors import ProtocolError
+from commlib.frame import DTYPES, Buffer
+from commlib.server.cell import Applied
+from commlib.server.messages import Ack, Adopt, Message, Pull, Push, Replicate, Replicated, Values
+
+_KINDS: tuple[type[Message], ...] = (Push, Ack, Pull, Values, Replicate, Adopt, Replicated)
+_TENSOR = 1
+_TEXT = 1024  # characters of a key, of a shard's name
+
+
+def pack(message: Message) -> tuple[Buffer, ...]:
+    """The parts of a frame. A tensor must stay as it is until they have left."""
+    tensors: list[Tensor] = []
+
+    def plain(value: object) -> object:
+        if isinstance(value, Tensor):
+            tensors.append(value.detach().contiguous())
+            return msgpack.ExtType(_TENSOR, msgpack.packb([_name(value.dtype), list(value.shape)]))
+        if isinstance(value, Applied):
+            return _fields(value)
+        if isinstance(value, frozenset):
+            return sorted(value)
+        raise TypeError(f"a message of the parameter server cannot have a {type(value).__name__}")
+
+    head = msgpack.packb([_KINDS.index(type(message)), *_fields(message)], default=plain)
+    full = [to_buffer(t.view(-1)) for t in tensors if t.numel()]
+    return (head, full[0] if len(full) == 1 else bytearray().join(full)) if full else (head,)
+
+
+def unpack(parts: Sequence[Buffer]) -> Message:
+    """The message; its tensors lie in the second part, where that is possible.
+
+    Raises:
+        ProtocolError: it is none; what is wrong with it.
+    """
+    if not 1 <= len(parts) <= 2:
+        raise ProtocolError(f"a message of the parameter server in {len(parts)} parts")
+    tensors = _Tensors(parts[1] if len(parts) == 2 else b"")
+    try:
+        found = msgpack.unpackb(parts[0], ext_hook=tensors.next, strict_map_key=False)
+    except ProtocolError:
+        raise
+    except Exception as e:  # msgpack raises ValueError, its own and others; of bytes all mean the same
+        raise ProtocolError(f"a message that cannot be read ({type(e).__name__}); it may be cut off") from None
+    if not isinstance(found, list) or not found or type(found[0]) is not int or not 0 <= found[0] < len(_KINDS):
+        raise ProtocolError("a message of no kind that the parameter server has")
+    if tensors.left:
+        raise ProtocolError(f"a message with {tensors.left} bytes that no tensor needs")
+    made = _make(_KINDS[found[0]], found[1:])
+    assert isinstance(made, _KINDS)
+    return made
+
+
+class _Tensors:
+    """Those in a buffer, one behind the other."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._rest = memoryview(buffer).cast("B")
+
+    @property
+    def left(self) -> int:
+        return len(self._rest)
+
+    def next(self, code: int, data: bytes) -> Tensor:
+        name, shape = msgpack.unpackb(data)
+        if code != _TENSOR or name not in DTYPES or not all(type(n) is int and n >= 0 for n in shape):
+            raise ProtocolError("a tensor whose dtype or shape is none")
+        nbytes = math.prod(shape) * DTYPES[name]
+        if nbytes > self.left:
+            raise ProtocolError(f"a tensor of {nbytes} bytes, of which {self.left} came")
+        own, self._rest = self._rest[:nbytes], self._rest[nbytes:]
+        dtype = getattr(torch, name)
+        return from_buffer(own, dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype)
+
+
+# -- fields, by the types that messages give them ------------------------------------------------
+
+
+def _whole(value: Any) -> int:
+    return value if type(value) is int and 0 <= value < 1 << 63 else _no("a whole number")
+
+
+def _text(value: Any) -> str:
+    return value if type(value) is str and len(value) <= _TEXT else _no(f"a text up to {_TEXT}")
+
+
+def _bool(value: Any) -> bool:
+    return value if type(value) is bool else _no("true or false")
+
+
+def _row(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) and value.dim() == 1 else _no("a row of values")
+
+
+def _row_or_none(value: Any) -> Tensor | None:
+    return None if value is None else _row(value)
+
+
+def _clocks(value: Any) -> dict[int, int]:
+    return {_whole(k): _whole(v) for k, v in value.items()} if isinstance(value, dict) else _no("clocks of workers")
+
+
+def _ranks(value: Any) -> frozenset[int]:
+    return frozenset(map(_whole, value)) if isinstance(value, list) else _no("a list of ranks")
+
+
+def _map(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) and all(type(k) is str for k in value) else _no("a map")
+
+
+def _applied(value: Any) -> Applied:
+    made = _make(Applied, value) if isinstance(value, list) else _no("an update")
+    assert isinstance(made, Applied)
+    return made
+
+
+_READ: Mapping[str, Callable[[Any], object]] = {
+    "int": _whole,
+    "str": _text,
+    "bool": _bool,
+    "Tensor": _row,
+    "Tensor | None": _row_or_none,
+    "Mapping[int, int]": _clocks,
+    "frozenset[int]": _ranks,
+    "Mapping[str, Any]": _map,
+    "Applied": _applied,
+}
+
+
+def _no(what: str) -> Any:
+    raise ValueError(what)
+
+
+def _make(cls: type[Any], values: Sequence[Any]) -> object:
+    fields = dataclasses.fields(cls)
+    if len(values) != len(fields):
+        raise ProtocolError(f"a {cls.__name__} of {len(values)} fields, it has {len(fields)}")
+    read = []
+    for field, value in zip(fields, values, strict=True):
+        try:
+            read.append(_READ[str(field.type)](value))
+        except ValueError as e:
+            raise ProtocolError(f"a {cls.__name__} whose {field.name} is not {e}") from None
+    return cls(*read)
+
+
+def _fields(message: Any) -> list[object]:
+    return [getattr(message, field.name) for field in dataclasses.fields(message)]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -82,6 +82,14 @@ class Replicated:
     shard: str
 
 
-Message = Push | Ack | Pull | Values | Replicate | Adopt | Replicated
+@dataclasses.dataclass(frozen=True)
+class Complaint:
+    """What a shard got of this rank makes no sense; why."""
+
+    view: int
+    why: str
+
+
+Message = Push | Ack | Pull | Values | Replicate | Adopt | Replicated | Complaint
 Send = tuple[str | int, Message]
 """To a shard, by name, or to a worker, by rank."""

@@ -23,9 +23,9 @@ from commlib.buffers import from_buffer, to_buffer
 from commlib.errors import ProtocolError
 from commlib.frame import DTYPES, Buffer
 from commlib.server.cell import Applied
-from commlib.server.messages import Ack, Adopt, Message, Pull, Push, Replicate, Replicated, Values
+from commlib.server.messages import Ack, Adopt, Complaint, Message, Pull, Push, Replicate, Replicated, Values
 
-_KINDS: tuple[type[Message], ...] = (Push, Ack, Pull, Values, Replicate, Adopt, Replicated)
+_KINDS: tuple[type[Message], ...] = (Push, Ack, Pull, Values, Replicate, Adopt, Replicated, Complaint)
 _TENSOR = 1
 _TEXT = 1024  # characters of a key, of a shard's name
 

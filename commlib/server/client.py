@@ -64,7 +64,10 @@ class Client:
             self._kept[message.key].pop(message.stamp, None)
             if message.refused:
                 self.refused.append((message.key, message.stamp))
-        elif isinstance(message, Values) and message.view >= self._view.number and message.key in self._asked:
+        elif isinstance(message, Values) and (message.view, message.clock) == (
+            self._view.number,
+            self._asked.get(message.key),
+        ):
             del self._asked[message.key]
             self._values[message.key] = message.values, message.included
 

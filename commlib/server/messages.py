@@ -45,11 +45,12 @@ class Pull:
 
 @dataclasses.dataclass(frozen=True)
 class Values:
-    """They are, (n,), and include so many pushes of each worker."""
+    """They are, (n,), new enough for this clock, and include so many pushes of each worker."""
 
     view: int
     key: str
     worker: int
+    clock: int
     values: Tensor
     included: Mapping[int, int]
 

@@ -16,7 +16,7 @@ import collections
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from commlib.errors import CommlibError
+from commlib.errors import CommlibError, ProtocolError
 from commlib.server.cell import Applied, Cell
 from commlib.server.messages import Ack, Adopt, Message, Pull, Push, Replicate, Replicated, Send, Values
 from commlib.server.view import View
@@ -74,6 +74,8 @@ class Shard:
         Raises:
             ProtocolError: it cannot be right; what is wrong.
         """
+        if message.view > self._view.number + 1:  # nobody has it before all shards have the one between
+            raise ProtocolError(f"a message of view {message.view}, at a shard that has view {self._view.number}")
         if message.view > self._view.number:
             self._early.append(message)
         elif message.view == self._view.number:
@@ -169,11 +171,12 @@ class Shard:
 
     def _answer(self, key: str, worker: int) -> list[Send]:
         cell = self._cells[key]
-        values = cell.read(worker, self._pulls[key][worker])
+        clock = self._pulls[key][worker]
+        values = cell.read(worker, clock)
         if values is None:
             return []
         del self._pulls[key][worker]
-        answer = Values(self._view.number, key, worker, values.clone(), dict(cell.included))
+        answer = Values(self._view.number, key, worker, clock, values.clone(), dict(cell.included))
         return self._once_replicated(key, cell.number, [(worker, answer)])
 
     # -- as a replica ---------------------------------------------------------------------------

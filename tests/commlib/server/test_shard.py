@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from commlib.consistency import BSP, Consistency, make
-from commlib.errors import CommlibError, PeerLost
+from commlib.errors import CommlibError, PeerLost, ProtocolError
 from commlib.server.cell import Cell
 from commlib.server.client import Client
-from commlib.server.messages import Ack, Message, Push, Send
+from commlib.server.messages import Ack, Message, Pull, Push, Send, Values
 from commlib.server.ring import Ring
 from commlib.server.shard import Shard
 from commlib.server.view import View, first, following
@@ -262,6 +262,25 @@ def test_a_shard_that_is_to_own_what_it_does_not_have_says_so() -> None:
     shard = Shard("a", View(0, {}, {0: 0}), functools.partial(cell, BSP(), (0,)))
     with pytest.raises(CommlibError, match=r"shard a shall own w\[0\] in view 1, and does not have it"):
         shard.change(View(1, {"w[0]": ("a",)}, {0: 0}))
+
+
+def test_a_message_of_a_view_that_cannot_be_is_refused() -> None:
+    shard = Shard("a", View(3, {"w[0]": ("a",)}, {0: 0}), functools.partial(cell, BSP(), (0,)))
+    with pytest.raises(ProtocolError, match="a message of view 5, at a shard that has view 3"):
+        shard.handle(Pull(5, "w[0]", 0, 0))
+    assert shard.handle(Pull(4, "w[0]", 0, 0)) == []
+    ((to, values),) = shard.change(View(4, {"w[0]": ("a",)}, {0: 0}))
+    assert (to, type(values)) == (0, Values)
+
+
+def test_an_answer_to_an_older_question_is_none() -> None:
+    client = Client(0, View(0, {"w[0]": ("a",)}, {0: 0}))
+    client.pull("w[0]")
+    client.push("w[0]", pushed(0, 0))
+    client.pull("w[0]")
+    for clock, good in ((0, False), (1, True)):
+        client.handle(Values(0, "w[0]", 0, clock, pushed(0, 0), {0: clock}))
+        assert (client.values("w[0]") is not None) is good
 
 
 def test_an_acknowledgement_waits_for_every_replica() -> None:

@@ -19,7 +19,7 @@ from commlib.endpoint import Endpoint
 from commlib.errors import CommlibError, PeerLost, ProtocolError
 from commlib.frame import Buffer
 from commlib.server.client import Client
-from commlib.server.messages import Complaint, Message, Pull, Push, Replicated, Send
+from commlib.server.messages import Ack, Complaint, Message, Pull, Push, Replicated, Send
 from commlib.server.shard import Shard
 from commlib.server.wire import pack, unpack
 
@@ -72,10 +72,15 @@ class ShardNode:
         try:
             message = unpack(parts)
             self._check(sender, message)
-            return self._shard.handle(message)
+            sends = self._shard.handle(message)
         except ProtocolError as e:
             _log.warning("shard %s refused a message of rank %d: %s", self._shard.name, sender, e)
             return [(sender, Complaint(0, str(e)[:1000]))]
+        for _, sent in sends:
+            if isinstance(sent, Ack) and sent.refused:
+                what = f"push {sent.stamp} of worker {sent.worker} to {sent.key}"
+                _log.warning("shard %s refused %s: it is not finite", self._shard.name, what)
+        return sends
 
     def _check(self, sender: int, message: Message) -> None:
         """Nobody speaks for another."""

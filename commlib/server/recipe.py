@@ -35,8 +35,9 @@ class Recipe:
 
     def make(self, parameter: torch.nn.Parameter) -> Optimizer:
         """For these values, with no state yet."""
-        make: Any = self.kind
-        return make([{"params": [parameter], **self.options}])  # type: ignore[no-any-return]
+        kind: Any = self.kind
+        made: Optimizer = kind([{"params": [parameter], **self.options}])
+        return made
 
 
 def recipes(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Recipe]:

@@ -134,6 +134,16 @@ def test_a_push_of_another_model_is_named_on_both_sides_and_the_others_go_on(
     assert "refused a message of rank 0" in caplog.text
 
 
+def test_a_push_that_is_not_finite_is_refused_and_its_worker_named(caplog: pytest.LogCaptureFixture) -> None:
+    with connected(5, InProc) as doors, Servers(doors, "asp", 1) as servers, caplog.at_level(logging.WARNING):
+        key = next(iter(CHUNKS))
+        servers.clients[0].push(key, torch.full((13,), torch.nan))
+        servers.clients[0].flush()
+        servers.clients[1].pull(key)
+        assert torch.equal(servers.clients[1].values(key), CHUNKS[key].of(START["w"]))
+    assert f"refused push 0 of worker 0 to {key}: it is not finite" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("parts", "said"),
     [

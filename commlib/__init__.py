@@ -12,10 +12,12 @@ from commlib import backends
 from commlib.attach import attach
 from commlib.checkpoint import merge_state_dicts
 from commlib.compressor import Compressor, LayerSpec, Memory, Slot
+from commlib.consistency import ASP, BSP, DTSSP, SSP, WSP, Consistency, Downpour
 from commlib.errors import CheckpointMismatch, CommlibError, MissingDependency, PeerLost, PlanMismatch
 from commlib.feedback import ErrorFeedback
 from commlib.hook import HookState, hook
 from commlib.pace import RateLimit
+from commlib.parameter_server import ParameterServer
 from commlib.policy import Exact, Lossy
 from commlib.registry import make
 from commlib.route import Plan, Route
@@ -25,9 +27,16 @@ from commlib.stepwise import LowRank
 backends.register()
 
 __all__ = [
+    "ASP",
+    "BSP",
+    "DTSSP",
+    "SSP",
+    "WSP",
     "CheckpointMismatch",
     "CommlibError",
     "Compressor",
+    "Consistency",
+    "Downpour",
     "ErrorFeedback",
     "Exact",
     "HookState",
@@ -37,6 +46,7 @@ __all__ = [
     "LowRank",
     "Memory",
     "MissingDependency",
+    "ParameterServer",
     "PeerLost",
     "Plan",
     "PlanMismatch",

@@ -71,6 +71,12 @@ class Consistency(ABC):
     def threshold(self) -> Threshold:
         """Of one server."""
 
+    def __str__(self) -> str:
+        """As :func:`make` reads it, with every option."""
+        options = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
+        told = ",".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in options)
+        return f"{self.name}:{told}" if told else self.name
+
 
 @dataclasses.dataclass(frozen=True)
 class BSP(Consistency):

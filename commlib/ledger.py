@@ -77,10 +77,11 @@ class Ledger(Generic[T]):
         self._applied[worker] += 1
         return [{worker: value}]
 
-    def may_read(self, worker: int, clock: int) -> bool:
-        """Whether a worker at this clock may read now."""
+    def may_read(self, worker: int, clock: int, within: int | None = None) -> bool:
+        """Whether a worker at this clock may read now; ``within``: with a bound of its own, if that is tighter."""
         self._known(worker)
-        return fresh(self._applied, worker, clock, self._threshold.value)
+        bounds = [s for s in (self._threshold.value, within) if s is not None]
+        return fresh(self._applied, worker, clock, min(bounds, default=None))
 
     def join(self, worker: int, clock: int) -> None:
         """A worker comes, or comes back, and begins with this step: nobody waits for it before.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,14 +27,26 @@ class Applied:
     Args:
         number: 0, 1, … of the cell's.
         stamps: worker → stamp of its push.
-        gradient: (n,), as the optimizer got it; None if all of these pushes were refused.
+        gradient: (n,), as the optimizer got it; None if there was none in these pushes, or they were refused.
         refused: workers whose push was not finite.
+        options: of the optimizer, where they are others than it was made with: its ``lr`` by now, say.
     """
 
     number: int
     stamps: Mapping[int, int]
     gradient: Tensor | None
     refused: frozenset[int] = frozenset()
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """A push."""
+
+    stamp: int
+    gradient: Tensor | None
+    options: Mapping[str, Any]
+    refused: bool
 
 
 class Cell:
@@ -46,6 +58,7 @@ class Cell:
         workers: those that push.
         threshold: the server's.
         mean: pushes count 1/P each, P being the workers there are, as DDP's do; else 1.
+        shape: of the values as the optimizer sees them. Default: (n,).
     """
 
     def __init__(
@@ -56,16 +69,19 @@ class Cell:
         threshold: Threshold,
         *,
         mean: bool = True,
+        shape: Sequence[int] | None = None,
     ) -> None:
-        self._parameter = torch.nn.Parameter(values)
+        self._parameter = torch.nn.Parameter(values.view(shape or values.shape))
         self.optimizer = optimizer(self._parameter)
-        self._ledger: Ledger[tuple[int, Tensor | None]] = Ledger(workers, threshold)
+        self._made_with = {k: v for k, v in self.optimizer.param_groups[0].items() if k != "params"}
+        self._options: Mapping[str, Any] = {}
+        self._ledger: Ledger[_Given] = Ledger(workers, threshold)
         self._mean, self._number = mean, 0
 
     @property
     def values(self) -> Tensor:
         """(n,), as they are now; changed in place by the next push."""
-        return self._parameter.data
+        return self._parameter.data.view(-1)
 
     @property
     def included(self) -> Mapping[int, int]:
@@ -86,7 +102,9 @@ class Cell:
         """The stamp of a worker's next push."""
         return self._ledger.due(worker)
 
-    def push(self, worker: int, stamp: int, gradient: Tensor) -> list[Applied]:
+    def push(
+        self, worker: int, stamp: int, gradient: Tensor | None, options: Mapping[str, Any] | None = None
+    ) -> list[Applied]:
         """What is applied now. A push that is here already: nothing.
 
         A gradient that is not finite is refused: it goes into no value, and the step is the others'.
@@ -94,22 +112,48 @@ class Cell:
         Args:
             worker: who.
             stamp: the how-manieth of its pushes.
-            gradient: (n,), of the values' dtype; not changed, and may be kept.
+            gradient: (n,), of the values' dtype; not changed, and may be kept. None: zeros, and if nobody has any, no
+                update at all.
+            options: of the optimizer from now on, where they are others than it was made with.
 
         Raises:
-            ProtocolError: another shape or dtype, an unknown worker, or one of its pushes before this is missing.
+            ProtocolError: another shape or dtype, an option that it has not, an unknown worker, or one of its pushes
+                before this is missing.
         """
-        if gradient.shape != self.values.shape or gradient.dtype != self.values.dtype:
+        unknown = (options or {}).keys() - self._made_with.keys()
+        if unknown:
+            raise ProtocolError(f"worker {worker} has an optimizer with {', '.join(sorted(unknown))}, and this has not")
+        if gradient is not None and (gradient.shape != self.values.shape or gradient.dtype != self.values.dtype):
             raise ProtocolError(
                 f"worker {worker} pushes {gradient.dtype} of shape {tuple(gradient.shape)} to values of "
                 f"{self.values.dtype} of shape {tuple(self.values.shape)}: its model is another"
             )
-        good = gradient if finite(gradient) else None
-        return [self._apply(group) for group in self._ledger.push(worker, stamp, (stamp, good))]
+        good = gradient is None or finite(gradient)
+        given = _Given(stamp, gradient if good else None, options or {}, not good)
+        return [self._apply(group) for group in self._ledger.push(worker, stamp, given)]
 
-    def read(self, worker: int, clock: int) -> Tensor | None:
-        """The values, or None as long as they are too old for a worker at this clock."""
-        return self.values if self._ledger.may_read(worker, clock) else None
+    def read(self, worker: int, clock: int, within: int | None = None) -> Tensor | None:
+        """The values, or None as long as they are too old for a worker at this clock.
+
+        Args:
+            worker: who.
+            clock: its.
+            within: steps that another may be behind at most, if that is fewer than the rule allows.
+        """
+        return self.values if self._ledger.may_read(worker, clock, within) else None
+
+    def start(self, values: Tensor) -> None:
+        """What the values, (n,), are before any push.
+
+        Raises:
+            ProtocolError: another shape or dtype, or there was one.
+        """
+        if values.shape != self.values.shape or values.dtype != self.values.dtype or self._number:
+            raise ProtocolError(
+                f"a start with {values.dtype} of shape {tuple(values.shape)}, for values of {self.values.dtype} of "
+                f"shape {tuple(self.values.shape)} after {self._number} updates"
+            )
+        self.values.copy_(values)
 
     def join(self, worker: int, clock: int) -> None:
         """A worker comes, or comes back, and begins with the push of this stamp."""
@@ -129,7 +173,7 @@ class Cell:
             raise ProtocolError(f"update {applied.number} of a replica that has {self._number}: one is missing")
         if applied.number == self._number:
             self._ledger.follow(applied.stamps)
-            self._step(applied.gradient)
+            self._step(applied.gradient, applied.options)
 
     def state_dict(self) -> dict[str, Any]:
         """Values, the optimizer's state, and whose pushes are in: copies."""
@@ -157,25 +201,30 @@ class Cell:
         self._ledger.load_state_dict(state["ledger"])
         self._number = state["number"]
 
-    def _apply(self, group: Mapping[int, tuple[int, Tensor | None]]) -> Applied:
-        gradients = [g for _, g in group.values() if g is not None]
+    def _apply(self, group: Mapping[int, _Given]) -> Applied:
+        gradients = [given.gradient for given in group.values() if given.gradient is not None]
+        refused = frozenset(worker for worker, given in group.items() if given.refused)
         total = gradients[0].clone() if gradients else None
         if total is not None:
             for each in gradients[1:]:  # in the order of workers
                 total.add_(each)
             if self._mean:  # in bulk over those that are in it, else each counts as one of all that there are
-                total.div_(len(gradients) if len(group) > 1 else max(1, len(self.included)))
-        stamps = {worker: stamp for worker, (stamp, _) in group.items()}
-        applied = Applied(self._number, stamps, total, frozenset(w for w, (_, g) in group.items() if g is None))
-        self._step(total)
+                total.div_(len(group) - len(refused) if len(group) > 1 else max(1, len(self.included)))
+        stamps = {worker: given.stamp for worker, given in group.items()}
+        applied = Applied(self._number, stamps, total, refused, next(iter(group.values())).options)
+        self._step(total, applied.options)
         return applied
 
-    def _step(self, gradient: Tensor | None) -> None:
+    def _step(self, gradient: Tensor | None, options: Mapping[str, Any]) -> None:
         self._number += 1
-        if gradient is not None:
-            self._parameter.grad = gradient
-            self.optimizer.step()
-            self._parameter.grad = None
+        if gradient is None:
+            return
+        if options != self._options:
+            self._options = options
+            self.optimizer.param_groups[0].update(self._made_with | dict(options))
+        self._parameter.grad = gradient.view_as(self._parameter)
+        self.optimizer.step()
+        self._parameter.grad = None
 
 
 def finite(values: Tensor) -> bool:

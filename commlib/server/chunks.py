@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from itertools import pairwise
 
 import torch
@@ -11,55 +11,117 @@ from torch import Tensor
 
 NBYTES = 2 << 20
 """Of a chunk, at most: as Poseidon's pairs (USENIX ATC 2017, section 4.1)."""
+SMALL = 64 << 10
+"""Parameters of fewer bytes share a chunk with their neighbours: a message costs as much as some ten thousand bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunk:
-    """Values ``begin`` to ``end`` − 1 of a parameter, flattened.
-
-    Args:
-        name: the parameter's.
-        begin, end: of its values.
-        dtype: theirs.
-    """
+class Piece:
+    """Values ``begin`` to ``end`` − 1 of a parameter, flattened."""
 
     name: str
     begin: int
     end: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Values that travel and are updated together: a piece of one parameter, or several small parameters.
+
+    Args:
+        pieces: in this order.
+        dtype: of all.
+    """
+
+    pieces: tuple[Piece, ...]
     dtype: torch.dtype
 
     @property
     def key(self) -> str:
         """Its name on the ring and in messages."""
-        return f"{self.name}[{self.begin}:{self.end}]"
+        first, more = self.pieces[0], len(self.pieces) - 1
+        return f"{first.name}[{first.begin}:{first.end}]" + (f"+{more}" if more else "")
+
+    @property
+    def numel(self) -> int:
+        """Values."""
+        return sum(p.end - p.begin for p in self.pieces)
 
     @property
     def nbytes(self) -> int:
         """Of its values."""
-        return (self.end - self.begin) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
-    def of(self, flat: Tensor) -> Tensor:
-        """Its part of the parameter, (n,): a view."""
-        return flat[self.begin : self.end]
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of its parameters."""
+        return tuple(p.name for p in self.pieces)
+
+    def gather(self, flat: Mapping[str, Tensor]) -> Tensor:
+        """Its values, (n,), out of flat parameters: a view of one piece, a copy of several."""
+        parts = [flat[p.name][p.begin : p.end] for p in self.pieces]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def scatter(self, values: Tensor, flat: Mapping[str, Tensor]) -> None:
+        """Puts its values, (n,), where they belong; ``flat`` may be on another device."""
+        begin = 0
+        for p in self.pieces:
+            end = begin + p.end - p.begin
+            flat[p.name][p.begin : p.end].copy_(values[begin:end])
+            begin = end
 
 
-def cut(parameters: Mapping[str, Tensor], nbytes: int = NBYTES) -> dict[str, tuple[Chunk, ...]]:
-    """Name → its chunks: as few as there can be, and of equal lengths, to one value.
+def cut(
+    parameters: Mapping[str, Tensor],
+    nbytes: int = NBYTES,
+    *,
+    small: int = SMALL,
+    alike: Callable[[str], Hashable] = lambda name: None,
+    whole: Callable[[str], bool] = lambda name: False,
+) -> list[Chunk]:
+    """Chunks with every value once, in the order of parameters.
+
+    Large parameters are in as few chunks as there can be, of equal lengths to one value.
 
     Args:
-        parameters: by name; any shape. One without values has no chunk.
+        parameters: by name; any shape. One without values is in no chunk.
         nbytes: of a chunk, at most.
+        small: parameters of fewer bytes share chunks of at most so many; 0: none does.
+        alike: only parameters for which this is the same may share a chunk, and of the same dtype.
+        whole: parameters that may neither be cut nor share a chunk, however large.
 
     Raises:
         ValueError: a value does not fit into a chunk.
     """
-    return {name: tuple(_chunks(name, p.numel(), p.dtype, nbytes)) for name, p in parameters.items()}
+    return list(_chunks(parameters, nbytes, min(small, nbytes), alike, whole))
 
 
-def _chunks(name: str, numel: int, dtype: torch.dtype, nbytes: int) -> list[Chunk]:
-    most = nbytes // dtype.itemsize
+def _chunks(
+    parameters: Mapping[str, Tensor],
+    nbytes: int,
+    small: int,
+    alike: Callable[[str], Hashable],
+    whole: Callable[[str], bool],
+) -> Iterator[Chunk]:
+    open_: dict[tuple[Hashable, torch.dtype], list[Piece]] = {}
+    for name, p in parameters.items():
+        size = p.dtype.itemsize
+        if whole(name):
+            yield Chunk((Piece(name, 0, p.numel()),), p.dtype)
+        elif p.numel() * size >= small:
+            yield from (Chunk((Piece(name, a, b),), p.dtype) for a, b in _ranges(p, nbytes))
+        elif p.numel():
+            row = open_.setdefault((alike(name), p.dtype), [])
+            if size * (p.numel() + sum(r.end - r.begin for r in row)) > small:
+                yield Chunk(tuple(row), p.dtype)
+                row.clear()
+            row.append(Piece(name, 0, p.numel()))
+    yield from (Chunk(tuple(row), dtype) for (_, dtype), row in open_.items() if row)
+
+
+def _ranges(p: Tensor, nbytes: int) -> Iterator[tuple[int, int]]:
+    most = nbytes // p.dtype.itemsize
     if most < 1:
-        raise ValueError(f"a chunk of {nbytes} bytes has no room for a value of {dtype}")
-    count = -(-numel // most)
-    ends = [numel * i // count for i in range(count + 1)] if count else []
-    return [Chunk(name, a, b, dtype) for a, b in pairwise(ends)]
+        raise ValueError(f"a chunk of {nbytes} bytes has no room for a value of {p.dtype}")
+    count = -(-p.numel() // most)
+    return pairwise([p.numel() * i // count for i in range(count + 1)] if count else [])

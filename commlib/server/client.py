@@ -7,11 +7,13 @@ came before counts once (:class:`~commlib.ledger.Ledger`), so it does no harm th
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
-from commlib.server.messages import Ack, Message, Pull, Push, Send, Values
+from commlib.server.messages import Ack, Message, Pull, Push, Send, Start, Values
 from commlib.server.view import View
 
 
@@ -26,11 +28,13 @@ class Client:
     def __init__(self, rank: int, view: View) -> None:
         self._rank, self._view = rank, view
         self._due = dict.fromkeys(view.places, view.workers[rank])  # key → stamp of the next push
-        self._kept: dict[str, dict[int, Tensor]] = collections.defaultdict(dict)  # key → stamp → gradient
-        self._asked: dict[str, int] = {}  # key → clock
+        self._kept: dict[str, dict[int, Push]] = collections.defaultdict(dict)  # key → stamp → push
+        self._asked: dict[str, Pull] = {}
         self._values: dict[str, tuple[Tensor, Mapping[int, int]]] = {}
         self.refused: list[tuple[str, int]] = []
         """(key, stamp) of pushes that were not finite."""
+        self.last_included: Mapping[int, int] = {}
+        """Worker → its pushes, of the last values that came."""
 
     @property
     def unacknowledged(self) -> int:
@@ -41,18 +45,32 @@ class Client:
         """How often it has pushed a key; and before it came, others."""
         return self._due[key]
 
-    def push(self, key: str, gradient: Tensor) -> list[Send]:
-        """Sends a gradient, (n,), which must stay as it is until it is acknowledged."""
+    def owner(self, key: str) -> str:
+        """The shard that has it."""
+        return self._view.places[key][0]
+
+    def start(self, key: str, values: Tensor) -> list[Send]:
+        """Says what values, (n,), a key starts with; the first worker does, in the first view."""
+        return [self._to(key, Start(self._view.number, key, values))]
+
+    def push(self, key: str, gradient: Tensor | None, options: Mapping[str, Any] | None = None) -> list[Send]:
+        """Sends a gradient, (n,), which must stay as it is until it is acknowledged; or None.
+
+        Args:
+            key: whose.
+            gradient: this one.
+            options: of the optimizer, where they are others than it was made with.
+        """
         stamp = self.clock(key)
         self._due[key] = stamp + 1
-        self._kept[key][stamp] = gradient
-        return [self._to(key, Push(self._view.number, key, self._rank, stamp, gradient))]
+        self._kept[key][stamp] = push = Push(self._view.number, key, self._rank, stamp, gradient, options or {})
+        return [self._to(key, push)]
 
-    def pull(self, key: str) -> list[Send]:
-        """Asks for values that are new enough for its clock of this key."""
+    def pull(self, key: str, within: int | None = None) -> list[Send]:
+        """Asks for values that are new enough for its clock of this key; or for newer ones yet (``within``)."""
         self._values.pop(key, None)
-        self._asked[key] = self.clock(key)
-        return [self._to(key, Pull(self._view.number, key, self._rank, self.clock(key)))]
+        self._asked[key] = pull = Pull(self._view.number, key, self._rank, self.clock(key), within)
+        return [self._to(key, pull)]
 
     def values(self, key: str) -> tuple[Tensor, Mapping[int, int]] | None:
         """What came of the last question, and whose pushes are in it; None as long as nothing has."""
@@ -64,24 +82,24 @@ class Client:
             self._kept[message.key].pop(message.stamp, None)
             if message.refused:
                 self.refused.append((message.key, message.stamp))
-        elif isinstance(message, Values) and (message.view, message.clock) == (
-            self._view.number,
-            self._asked.get(message.key),
-        ):
-            del self._asked[message.key]
-            self._values[message.key] = message.values, message.included
+        elif isinstance(message, Values):
+            asked = self._asked.get(message.key)
+            question = (message.view, message.clock, message.within)
+            if asked is not None and question == (asked.view, asked.clock, asked.within):
+                del self._asked[message.key]
+                self._values[message.key] = message.values, message.included
+                self.last_included = message.included
 
     def change(self, view: View) -> list[Send]:
         """A new view; one that is not newer changes nothing."""
         if view.number <= self._view.number:
             return []
         self._view = view
-        pushes: list[Send] = [
-            self._to(key, Push(view.number, key, self._rank, stamp, gradient))
-            for key, kept in self._kept.items()
-            for stamp, gradient in kept.items()
-        ]
-        return pushes + [self._to(key, Pull(view.number, key, self._rank, clock)) for key, clock in self._asked.items()]
+        for kept in self._kept.values():
+            kept.update({stamp: dataclasses.replace(push, view=view.number) for stamp, push in kept.items()})
+        self._asked = {key: dataclasses.replace(pull, view=view.number) for key, pull in self._asked.items()}
+        again: list[Push | Pull] = [*(p for kept in self._kept.values() for p in kept.values()), *self._asked.values()]
+        return [self._to(message.key, message) for message in again]
 
     def _to(self, key: str, message: Message) -> Send:
-        return self._view.places[key][0], message
+        return self.owner(key), message

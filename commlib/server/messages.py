@@ -12,14 +12,24 @@ from commlib.server.cell import Applied
 
 
 @dataclasses.dataclass(frozen=True)
+class Start:
+    """What a key's values, (n,), are before any push."""
+
+    view: int
+    key: str
+    values: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
 class Push:
-    """A worker's gradient of a key, (n,)."""
+    """A worker's gradient of a key, (n,), or None: it has none in this step. ``options``: of the optimizer, now."""
 
     view: int
     key: str
     worker: int
     stamp: int
-    gradient: Tensor
+    gradient: Tensor | None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,17 +45,18 @@ class Ack:
 
 @dataclasses.dataclass(frozen=True)
 class Pull:
-    """A worker asks for a key's values."""
+    """A worker asks for a key's values; with ``within``, for such as no worker's push is further behind."""
 
     view: int
     key: str
     worker: int
     clock: int
+    within: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Values:
-    """They are, (n,), new enough for this clock, and include so many pushes of each worker."""
+    """They are, (n,), new enough for this question, and include so many pushes of each worker."""
 
     view: int
     key: str
@@ -53,6 +64,7 @@ class Values:
     clock: int
     values: Tensor
     included: Mapping[int, int]
+    within: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +103,6 @@ class Complaint:
     why: str
 
 
-Message = Push | Ack | Pull | Values | Replicate | Adopt | Replicated | Complaint
+Message = Start | Push | Ack | Pull | Values | Replicate | Adopt | Replicated | Complaint
 Send = tuple[str | int, Message]
 """To a shard, by name, or to a worker, by rank."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 
 from commlib.errors import CommlibError, ProtocolError
 from commlib.server.cell import Applied, Cell
-from commlib.server.messages import Ack, Adopt, Message, Pull, Push, Replicate, Replicated, Send, Values
+from commlib.server.messages import Ack, Adopt, Message, Pull, Push, Replicate, Replicated, Send, Start, Values
 from commlib.server.view import View
 
 
@@ -37,22 +37,29 @@ class Shard:
         name: its.
         view: the first.
         cell: makes a key's, as it is before any push.
+        started: its values are what they are to begin with; else somebody will say.
     """
 
-    def __init__(self, name: str, view: View, cell: Callable[[str], Cell]) -> None:
+    def __init__(self, name: str, view: View, cell: Callable[[str], Cell], *, started: bool = True) -> None:
         self.name, self._make = name, cell
         self._view = view
         self._cells = {key: cell(key) for key, at in view.places.items() if name in at}
-        self._whole = set(self._cells)  # not those that are yet to be adopted
+        self._whole = set(self._cells if started else ())  # not those that are yet to be adopted, or to start
         self._early: list[Message] = []
         self._owed: dict[str, collections.deque[_Owed]] = collections.defaultdict(collections.deque)
-        self._have = {key: dict.fromkeys(at[1:], 0) for key, at in view.places.items()}  # replica → updates it has
-        self._pulls: dict[str, dict[int, int]] = collections.defaultdict(dict)  # key → worker → clock
+        # replica → updates it has
+        self._have = {key: dict.fromkeys(at[1:], 0 if started else -1) for key, at in view.places.items()}
+        self._pulls: dict[str, dict[int, Pull]] = collections.defaultdict(dict)  # key → worker → question
 
     @property
     def cells(self) -> Mapping[str, Cell]:
         """By key: those that it owns, and its replicas."""
         return self._cells
+
+    @property
+    def view(self) -> View:
+        """The newest that it has."""
+        return self._view
 
     @property
     def whole(self) -> frozenset[str]:
@@ -79,6 +86,8 @@ class Shard:
         if message.view > self._view.number:
             self._early.append(message)
         elif message.view == self._view.number:
+            if isinstance(message, Start) and self.owns(message.key):
+                return self._start(message)
             if isinstance(message, Push) and self.owns(message.key):
                 return self._push(message)
             if isinstance(message, Pull) and self.owns(message.key):
@@ -126,11 +135,21 @@ class Shard:
         state = cell.state_dict()
         return [*[(r, Adopt(self._view.number, key, state)) for r in self._have[key]], *self._settled(key)]
 
+    def _start(self, start: Start) -> list[Send]:
+        if start.key in self._whole:  # once more
+            return []
+        self._cells[start.key].start(start.values)
+        self._whole.add(start.key)
+        answers = [send for worker in list(self._pulls[start.key]) for send in self._answer(start.key, worker)]
+        return [*self._begin(start.key), *answers]
+
     def _push(self, push: Push) -> list[Send]:
         cell = self._cells[push.key]
+        if push.key not in self._whole:
+            raise ProtocolError(f"worker {push.worker} pushes to {push.key}, which has no values yet")
         if push.stamp < cell.included.get(push.worker, 0):  # once more: whoever sent it had no answer
             return self._once_replicated(push.key, cell.number, self._ack(push.key, push.worker, push.stamp))
-        applied = cell.push(push.worker, push.stamp, push.gradient)
+        applied = cell.push(push.worker, push.stamp, push.gradient, push.options)
         self._owe(push.key, applied)
         sends: list[Send] = [
             (replica, Replicate(self._view.number, push.key, each))
@@ -166,17 +185,18 @@ class Shard:
         return sends
 
     def _pull(self, pull: Pull) -> list[Send]:
-        self._pulls[pull.key][pull.worker] = pull.clock
+        self._pulls[pull.key][pull.worker] = pull
         return self._answer(pull.key, pull.worker)
 
     def _answer(self, key: str, worker: int) -> list[Send]:
         cell = self._cells[key]
-        clock = self._pulls[key][worker]
-        values = cell.read(worker, clock)
+        pull = self._pulls[key][worker]
+        values = cell.read(worker, pull.clock, pull.within) if key in self._whole else None
         if values is None:
             return []
         del self._pulls[key][worker]
-        answer = Values(self._view.number, key, worker, clock, values.clone(), dict(cell.included))
+        own = values.clone()  # what it is now, whenever it leaves
+        answer = Values(self._view.number, key, worker, pull.clock, own, dict(cell.included), pull.within)
         return self._once_replicated(key, cell.number, [(worker, answer)])
 
     # -- as a replica ---------------------------------------------------------------------------

@@ -41,6 +41,7 @@ def following(
     whole: Mapping[str, Collection[str]],
     clock: int,
     copies: int = 1,
+    leaving: Collection[str] = (),
 ) -> View:
     """The next view, as near to ``ring``'s places as can be; the old one, if nothing is to change.
 
@@ -54,15 +55,17 @@ def following(
         whole: shard → keys that it could own (:attr:`~commlib.server.shard.Shard.whole`).
         clock: the highest of all shards' (:attr:`~commlib.server.shard.Shard.clock`): new workers begin there.
         copies: shards that keep a key.
+        leaving: shards that live and are not in the ring: they own what nobody else has yet, and tell who comes next.
 
     Raises:
         PeerLost: nobody who lives has a key.
     """
     places = {}
     for key, wanted in place(ring, nbytes, copies).items():
-        having = [s for s in (wanted[0], *old.places[key]) if s in ring.shards and key in whole.get(s, ())]
+        living = {*ring.shards, *leaving}
+        having = [s for s in (wanted[0], *wanted, *old.places[key]) if s in living and key in whole.get(s, ())]
         if not having:
-            gone = ", ".join(s for s in old.places[key] if s not in ring.shards)
+            gone = ", ".join(s for s in old.places[key] if s not in living)
             raise PeerLost(
                 f"{key} was kept by {gone or 'nobody'}, and is lost: more copies, or --restore of a snapshot"
             )

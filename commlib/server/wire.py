@@ -23,9 +23,19 @@ from commlib.buffers import from_buffer, to_buffer
 from commlib.errors import ProtocolError
 from commlib.frame import DTYPES, Buffer
 from commlib.server.cell import Applied
-from commlib.server.messages import Ack, Adopt, Complaint, Message, Pull, Push, Replicate, Replicated, Values
+from commlib.server.messages import Ack, Adopt, Complaint, Message, Pull, Push, Replicate, Replicated, Start, Values
 
-_KINDS: tuple[type[Message], ...] = (Push, Ack, Pull, Values, Replicate, Adopt, Replicated, Complaint)
+_KINDS: tuple[type[Message], ...] = (
+    Push,
+    Ack,
+    Pull,
+    Values,
+    Replicate,
+    Adopt,
+    Replicated,
+    Complaint,
+    Start,
+)
 _TENSOR = 1
 _TEXT = 1024  # characters of a key, of a shard's name
 
@@ -102,6 +112,10 @@ def _whole(value: Any) -> int:
     return value if type(value) is int and 0 <= value < 1 << 63 else _no("a whole number")
 
 
+def _whole_or_none(value: Any) -> int | None:
+    return None if value is None else _whole(value)
+
+
 def _text(value: Any) -> str:
     return value if type(value) is str and len(value) <= _TEXT else _no(f"a text up to {_TEXT}")
 
@@ -138,6 +152,7 @@ def _applied(value: Any) -> Applied:
 
 _READ: Mapping[str, Callable[[Any], object]] = {
     "int": _whole,
+    "int | None": _whole_or_none,
     "str": _text,
     "bool": _bool,
     "Tensor": _row,

@@ -18,8 +18,9 @@ from commlib.exchange.item import World
 from commlib.handshake import wait_for_all
 from commlib.link import Line
 from commlib.transports.zeromq import ZeroMQ, is_loopback
+from commlib.where import address_towards, machine, store_host
 
-from .options import Options, address_towards, machine, store_host
+from .options import Options
 
 _DECLINED = "declined"
 _PINGS, _BULK = 9, 1 << 19

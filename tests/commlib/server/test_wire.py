@@ -18,7 +18,7 @@ from commlib.consistency import BSP
 from commlib.errors import ProtocolError
 from commlib.frame import DTYPES
 from commlib.server.cell import Applied, Cell
-from commlib.server.messages import Ack, Adopt, Complaint, Message, Pull, Push, Replicate, Replicated, Values
+from commlib.server.messages import Ack, Adopt, Complaint, Message, Pull, Push, Replicate, Replicated, Start, Values
 from commlib.server.wire import pack, unpack
 
 
@@ -36,7 +36,10 @@ MESSAGES: list[Message] = [
     Push(1, "w", 2, 7, torch.arange(3).bfloat16()),
     Ack(0, "w", 1, 2),
     Ack(0, "w", 1, 2, True),
+    Start(0, "w", torch.tensor([2.0])),
+    Push(3, "w", 1, 0, None, {"lr": 0.1, "betas": [0.9, 0.99]}),
     Pull(3, "ü[0:1]", 1, (1 << 63) - 1),
+    Pull(3, "w", 1, 4, 0),
     Values(3, "w", 1, 4, torch.tensor([1.0, torch.nan]), {0: 3, 5: 1}),
     Values(3, "w", 1, 4, torch.tensor([1.0], dtype=torch.float64), {}),
     Replicate(3, "w", Applied(4, {0: 1, 1: 1}, torch.ones(2), frozenset({1}))),
@@ -84,6 +87,7 @@ def test_a_gradient_is_not_copied_on_either_side() -> None:
     came = unpack(parts)
     assert isinstance(came, Push)
     sent.fill_(3)
+    assert came.gradient is not None
     assert came.gradient.tolist() == [3.0] * 1000
 
 
@@ -116,23 +120,23 @@ ROW = msgpack.ExtType(1, msgpack.packb(["float32", [2]]))
         ([b""], "cannot be read"),
         ([head(0, 1)[:-1]], "cannot be read"),
         ([head()], "of no kind"),
-        ([head(8)], "of no kind"),
+        ([head(9)], "of no kind"),
         ([head(True)], "of no kind"),
         ([msgpack.packb({})], "of no kind"),
-        ([head(2, 0, "w", 1)], "a Pull of 3 fields, it has 4"),
-        ([head(2, 0, "w", -1, 0)], "a Pull whose worker is not a whole number"),
-        ([head(2, 0, "w" * 1025, 1, 0)], "a Pull whose key is not a text up to 1024"),
+        ([head(2, 0, "w", 1)], "a Pull of 3 fields, it has 5"),
+        ([head(2, 0, "w", -1, 0, None)], "a Pull whose worker is not a whole number"),
+        ([head(2, 0, "w" * 1025, 1, 0, None)], "a Pull whose key is not a text up to 1024"),
         ([head(1, 0, "w", 1, 0, 1)], "a Ack whose refused is not true or false"),
-        ([head(0, 0, "w", 1, 0, [1.0])], "a Push whose gradient is not a row of values"),
-        ([head(0, 0, "w", 1, 0, ROW), bytes(7)], "a tensor of 8 bytes, of which 7 came"),
-        ([head(0, 0, "w", 1, 0, ROW)], "a tensor of 8 bytes, of which 0 came"),
-        ([head(0, 0, "w", 1, 0, ROW), bytes(9)], "1 bytes that no tensor needs"),
+        ([head(0, 0, "w", 1, 0, [1.0], {})], "a Push whose gradient is not a row of values"),
+        ([head(0, 0, "w", 1, 0, ROW, {}), bytes(7)], "a tensor of 8 bytes, of which 7 came"),
+        ([head(0, 0, "w", 1, 0, ROW, {})], "a tensor of 8 bytes, of which 0 came"),
+        ([head(0, 0, "w", 1, 0, ROW, {}), bytes(9)], "1 bytes that no tensor needs"),
         ([head(0, 0, "w", 1, 0, msgpack.ExtType(2, b"\x90"))], "cannot be read"),
         ([head(0, 0, "w", 1, 0, msgpack.ExtType(1, msgpack.packb(["float31", [1]]))), b"1"], "dtype or shape is none"),
         ([head(0, 0, "w", 1, 0, msgpack.ExtType(1, msgpack.packb(["int8", [-1]]))), b"1"], "dtype or shape is none"),
-        ([head(0, 0, "w", 1, 0, msgpack.ExtType(1, msgpack.packb(["int8", [1, 1]]))), b"1"], "not a row of values"),
-        ([head(3, 0, "w", 1, 4, ROW, {"a": 1}), bytes(8)], "a Values whose included is not a whole number"),
-        ([head(4, 0, "w", [1, {}, ROW]), bytes(8)], "a Applied of 3 fields, it has 4"),
+        ([head(0, 0, "w", 1, 0, msgpack.ExtType(1, msgpack.packb(["int8", [1, 1]])), {}), b"1"], "not a row of values"),
+        ([head(3, 0, "w", 1, 4, ROW, {"a": 1}, None), bytes(8)], "a Values whose included is not a whole number"),
+        ([head(4, 0, "w", [1, {}, ROW]), bytes(8)], "a Applied of 3 fields, it has 5"),
         ([head(4, 0, "w", 5)], "a Replicate whose applied is not an update"),
         ([head(5, 0, "w", {1: 1})], "a Adopt whose state is not a map"),
     ],

@@ -11,21 +11,8 @@ from commlib.errors import AuthenticationError, CommlibError
 from commlib.exchange.item import World
 from commlib.transports.process_group import meeting
 from commlib.transports.process_group.create import create
-from commlib.transports.process_group.options import Options, address_of, address_towards, store_host
+from commlib.transports.process_group.options import Options
 from wires import new_store
-
-
-def test_an_interface_is_named_by_its_name_or_its_address() -> None:
-    assert address_of("lo") == "127.0.0.1"
-    assert address_of("127.0.0.1") == "127.0.0.1"
-    with pytest.raises(ValueError, match=r"an interface of this machine or its address, got 'wlan9'; there are lo \("):
-        address_of("wlan9")
-
-
-def test_the_way_to_this_machine_is_by_loopback() -> None:
-    assert address_towards("127.0.0.1") == "127.0.0.1"
-    with pytest.raises(CommlibError, match=r"no way to the store's host 'no\.such\.host\.invalid'"):
-        address_towards("no.such.host.invalid")
 
 
 def test_what_is_given_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,13 +27,6 @@ def test_what_is_given_goes_before_the_environment(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("COMMLIB_ANY_SOURCE", "1")
     assert Options().hears_any_source()
     assert not Options(any_source=False).hears_any_source()
-
-
-def test_without_a_network_store_only_its_variable_tells_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    assert store_host(new_store()) is None
-    monkeypatch.setenv("MASTER_ADDR", "10.1.2.3")
-    assert store_host(new_store()) == "10.1.2.3"
 
 
 def test_beyond_this_machine_keys_are_needed_and_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

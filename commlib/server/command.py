@@ -1,0 +1,77 @@
+"""``commlib server``: a meeting place, shards that come to it, and a look at both."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from commlib.errors import CommlibError
+from commlib.server import meeting
+from commlib.server.serve import serve
+
+app = typer.Typer(
+    help="Shards of a parameter server, and the place where they and the workers meet.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+At = Annotated[str, typer.Option("--at", metavar="HOST:PORT", help="Where members meet.")]
+JobName = Annotated[str, typer.Option("--job", help="Which of the jobs there.")]
+
+
+@app.command()
+def meet(
+    at: At = f"127.0.0.1:{meeting.PORT}",
+) -> None:
+    """Keep a meeting place at this address, until Ctrl-C. It trains nothing, and must outlive who meets there."""
+    host, port = meeting.parse(at)
+    stop = _stopping()
+    store = meeting.keep(host, port)
+    print(f"members meet at {at}", flush=True)
+    stop.wait()
+    del store
+
+
+@app.command()
+def run(
+    at: At = f"127.0.0.1:{meeting.PORT}",
+    job: JobName = "default",
+    endpoint: Annotated[str, typer.Option(help="How members are reached.")] = "zmq",
+    timeout: Annotated[float, typer.Option(help="Seconds that anything waits.")] = 60.0,
+    embedded: Annotated[bool, typer.Option("--embedded", hidden=True)] = False,
+) -> None:
+    """Be a shard, until the job is over. Ctrl-C hands over what it has, where another shard is there to take it."""
+    stop = _stopping()
+
+    def ready(name: str) -> None:
+        if not embedded:
+            print(f"{name} waits for a job at {at}", flush=True)
+
+    try:
+        why = serve(
+            at, job=job, endpoint=endpoint, wait=timeout if embedded else None, timeout=timeout, stop=stop, ready=ready
+        )
+    except CommlibError:
+        if embedded:  # the workers say what is wrong; that they have gone is no news
+            raise typer.Exit(1) from None
+        raise
+    if not embedded:
+        print(f"it is over: {why}", file=sys.stderr)
+
+
+def _stopping() -> threading.Event:
+    """Set by Ctrl-C or SIGTERM; the second Ctrl-C ends the process at once."""
+    stop = threading.Event()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+    return stop

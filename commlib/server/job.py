@@ -1,0 +1,143 @@
+"""What all members of a job must agree on: the model, who updates it how, and the rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+import torch
+from torch.optim import Optimizer
+
+from commlib.consistency import make
+from commlib.errors import CommlibError, PlanMismatch
+from commlib.server.cell import Cell
+from commlib.server.chunks import NBYTES, Chunk, cut
+from commlib.server.recipe import Recipe
+
+GO_ON, FAIL = "go on", "fail"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A job.
+
+    Args:
+        parameters: name → (shape, dtype's name), in the model's order.
+        recipes: how values are updated.
+        chosen: name → which of the recipes.
+        consistency: a spec (:func:`~commlib.consistency.make`).
+        workers: how many begin it.
+        shards: with how many.
+        copies: shards that keep a key.
+        mean: pushes count 1/P each, else 1.
+        lost: what becomes of the others if a worker is lost: they go on, or fail.
+        patience: seconds of silence after which a member may be given up (:class:`~commlib.server.pulse.Pulse`).
+        nbytes: of a chunk, at most.
+    """
+
+    parameters: Mapping[str, tuple[tuple[int, ...], str]]
+    recipes: tuple[Recipe, ...]
+    chosen: Mapping[str, int]
+    consistency: str
+    workers: int
+    shards: int
+    copies: int = 1
+    mean: bool = True
+    lost: str = GO_ON
+    patience: float = 10.0
+    nbytes: int = NBYTES
+
+    def __post_init__(self) -> None:
+        make(self.consistency)
+        if self.lost not in (GO_ON, FAIL):
+            raise ValueError(f"lost is {GO_ON!r} or {FAIL!r}, got {self.lost!r}")
+        for what, least in (("workers", 1), ("shards", 1), ("copies", 1), ("patience", 0.1), ("nbytes", 1024)):
+            if not getattr(self, what) >= least:
+                raise ValueError(f"{what} must be {least} or more, got {getattr(self, what)}")
+        if self.copies > self.shards:
+            raise ValueError(f"{self.copies} copies of a key need as many shards, and there are {self.shards}")
+
+    @property
+    def chunks(self) -> dict[str, Chunk]:
+        """By key. A parameter whose optimizer looks at more than single values stays whole."""
+        blank = {n: torch.empty(s, dtype=getattr(torch, d), device="meta") for n, (s, d) in self.parameters.items()}
+        found = cut(
+            blank,
+            self.nbytes,
+            alike=lambda name: self.chosen[name],
+            whole=lambda name: not self.recipes[self.chosen[name]].by_element,
+        )
+        return {chunk.key: chunk for chunk in found}
+
+    def cell(self, chunk: Chunk, workers: Mapping[int, int]) -> Cell:
+        """One of zeros; what it starts with is yet to be said."""
+        name = chunk.pieces[0].name
+        recipe = self.recipes[self.chosen[name]]
+        shape = None if recipe.by_element else self.parameters[name][0]
+        values, threshold = torch.zeros(chunk.numel, dtype=chunk.dtype), make(self.consistency).threshold()
+        return Cell(values, recipe.make, workers, threshold, mean=self.mean, shape=shape)
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for jobs that are the same."""
+        return hashlib.blake2b(self.pack(), digest_size=8).hexdigest()
+
+    def pack(self) -> bytes:
+        """As bytes; there is no pickle in them."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        made = [[f"{r.kind.__module__}:{r.kind.__qualname__}", dict(r.options)] for r in self.recipes]
+        return bytes(msgpack.packb(fields | {"recipes": made}))
+
+    @staticmethod
+    def unpack(data: bytes) -> Job:
+        """From bytes.
+
+        Raises:
+            CommlibError: it is none; or its optimizer is not one that is known here.
+        """
+        try:
+            found: dict[str, Any] = msgpack.unpackb(data)
+            found["recipes"] = tuple(Recipe(_kind(name), _tuples(options)) for name, options in found["recipes"])
+            found["parameters"] = {n: (tuple(shape), dtype) for n, (shape, dtype) in found["parameters"].items()}
+            return Job(**found)
+        except (ValueError, TypeError, KeyError, msgpack.UnpackException) as e:
+            raise CommlibError(f"what the job's members agreed on cannot be read here ({e}): another version?") from e
+
+    def check(self, other: Job, whose: str) -> None:
+        """That another has the same.
+
+        Raises:
+            PlanMismatch: what differs first, in words.
+        """
+        if list(self.parameters) != list(other.parameters):
+            pairs = zip([*self.parameters, "no more"], [*other.parameters, "no more"], strict=False)
+            here, there = next((a, b) for a, b in pairs if a != b)
+            raise PlanMismatch(f"this model has {here} where {whose} has {there}: all must have the same model")
+        for name, (shape, dtype) in self.parameters.items():
+            if (shape, dtype) != other.parameters[name]:
+                that = other.parameters[name]
+                raise PlanMismatch(f"{name} is {dtype} of {shape} here, and {that[1]} of {that[0]} at {whose}")
+        for field in dataclasses.fields(self):
+            here, there = getattr(self, field.name), getattr(other, field.name)
+            if here != there:
+                raise PlanMismatch(f"{field.name}: {here!r} here, and {there!r} at {whose}; all must say the same")
+
+
+def _kind(name: str) -> type[Optimizer]:
+    module, _, qualname = name.partition(":")
+    if not module.startswith("torch.optim"):
+        raise ValueError(f"shards know the optimizers of torch.optim, and {name} is none")
+    found = importlib.import_module(module)
+    kind = getattr(found, qualname)
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise ValueError(f"{name} is no optimizer")
+    return kind
+
+
+def _tuples(options: Mapping[str, Any]) -> dict[str, Any]:
+    """msgpack has lists only, and optimizers have tuples (``betas``)."""
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}

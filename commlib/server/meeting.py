@@ -1,0 +1,60 @@
+"""Where members of a job meet: a store of torch.distributed, at one address that all know.
+
+Whoever keeps it decides how long a job can live: the first worker of an embedded one, else ``commlib server meet``.
+Nothing that is trained goes through it, so it may be far away and slow; without it, training goes on until members
+must agree on something new, and they end then.
+"""
+
+from __future__ import annotations
+
+import datetime
+import socket
+
+from torch._C import _distributed_c10d as c10d
+
+from commlib.errors import CommlibError
+
+PORT = 29400
+
+
+def keep(host: str, port: int = 0) -> c10d.TCPStore:
+    """A new meeting place in this process, at this address and no other; 0 takes a free port.
+
+    Raises:
+        CommlibError: the address cannot be had.
+    """
+    try:
+        listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as e:
+        raise CommlibError(f"members cannot meet at {host}:{port}: {e.strerror or e}") from e
+    port = listening.getsockname()[1]
+    return c10d.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+def parse(address: str) -> tuple[str, int]:
+    """Host and port.
+
+    Raises:
+        ValueError: it is no address.
+    """
+    host, colon, port = address.removeprefix("tcp://").rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"members meet at HOST:PORT, got {address!r}")
+    return host.strip("[]"), int(port)
+
+
+def visit(address: str, job: str, timeout: float) -> c10d.Store:
+    """The store at an address, as members of a job see it; each thread that uses it has its own.
+
+    Raises:
+        CommlibError: nobody is there in time.
+    """
+    host, port = parse(address)
+    try:
+        store = c10d.TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout))
+    except RuntimeError as e:
+        raise CommlibError(
+            f"nobody keeps a meeting place at {address}, for {timeout:g} s: is 'commlib server meet' running there, "
+            "and does the way lead to it?"
+        ) from e
+    return c10d.PrefixStore(f"commlib/{job}", store)

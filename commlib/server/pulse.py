@@ -1,0 +1,49 @@
+"""How long a member may be silent before it is given up: by how regularly it was heard of. Pure.
+
+As TCP judges how long to wait for an acknowledgement (Jacobson, SIGCOMM 1988): by the mean of the intervals and their
+mean deviation. What is late on a busy machine every now and then makes the deadline longer, and not the member dead.
+"""
+
+from __future__ import annotations
+
+_MEAN, _DEVIATION, _TIMES = 1 / 8, 1 / 4, 4.0
+
+
+class Pulse:
+    """Of one member.
+
+    Args:
+        now: seconds; it is taken to have just been heard of.
+        patience: seconds of silence that are always allowed.
+    """
+
+    def __init__(self, now: float, patience: float) -> None:
+        self._patience, self._heard, self._last = patience, now, ""
+        self._mean = self._deviation = 0.0
+
+    @property
+    def deadline(self) -> float:
+        """Seconds of silence that are allowed."""
+        return self._patience + _TIMES * (self._mean + _TIMES * self._deviation)
+
+    def silent(self, now: float) -> float:
+        """For how many seconds nothing was heard."""
+        return now - self._heard
+
+    def hear(self, now: float, beat: str) -> None:
+        """What it last said; the same as before is nothing new."""
+        if beat == self._last:
+            return
+        if self._last:
+            interval = now - self._heard
+            self._deviation += _DEVIATION * (abs(interval - self._mean) - self._deviation)
+            self._mean += _MEAN * (interval - self._mean)
+        self._heard, self._last = now, beat
+
+    def late(self, now: float) -> bool:
+        """Whether it is given up."""
+        return self.silent(now) > self.deadline
+
+    def excuse(self, now: float) -> None:
+        """Whoever listens was away itself: what it did not hear in that time says nothing."""
+        self._heard = now

@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test fuzz lint bench wheel-test clean types
+.PHONY: help demo test chaos fuzz lint bench wheel-test clean types
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
@@ -22,6 +22,9 @@ demo: $(READY)  ## train a small network on two processes: uncompressed, and wit
 
 test: $(READY)  ## all tests, with what ARGS adds: make test ARGS="-k onebit"
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+chaos: $(READY)  ## 100 trainings whose processes are killed at random moments; ARGS="--runs N --seed S"
+	$(BIN)/python -m commlib.bench.chaos --runs 100 $(ARGS)
 
 fuzz: $(READY)  ## a million damaged messages against the wire format; ARGS="--messages N --seed S"
 	PYTHONPATH=tests $(BIN)/python tests/fuzz.py $(ARGS)
@@ -76,7 +79,7 @@ clean:  ## remove what was built, and the caches; .venv stays
 types:
 	@rm -rf build/typed && mkdir -p build/typed/commlib
 	@cd build/typed/commlib && ln -s ../../../commlib/* ../../../compressors ../../../transports ../../../bench .
-	@ln -s ../../tests/driver.py ../../tests/fleet.py ../../tests/frames.py ../../tests/loops.py ../../tests/strategies.py ../../tests/toy.py ../../tests/turns.py ../../tests/wires.py build/typed
+	@ln -s ../../tests/cluster.py ../../tests/driver.py ../../tests/fleet.py ../../tests/frames.py ../../tests/loops.py ../../tests/strategies.py ../../tests/toy.py ../../tests/turns.py ../../tests/wires.py build/typed
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \

@@ -93,7 +93,7 @@ class ParameterServer:
         _check(model)
         self._optimizer = optimizer
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        found, chosen = _by_group(optimizer, self._parameters)
+        found, chosen = _by_group(optimizer, dict(model.named_parameters()))
         self._made_with, self._chosen = [dict(r.options) for r in found], chosen
         self._groups = _groups(optimizer, self._parameters)
         kind, _, each = servers.partition(":")
@@ -160,6 +160,11 @@ class ParameterServer:
         self._check_open()
         self._syncer.ask(within=0)
         self._syncer.take()
+
+    @property
+    def refused(self) -> int:
+        """Pushes of this worker that were not finite, and are in no value; one for each chunk."""
+        return self._worker.client.refused
 
     def close(self) -> None:
         """:meth:`sync`, and goes: nobody waits for this worker from now on. Again: nothing.
@@ -230,7 +235,7 @@ def _by_group(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> t
     """A recipe for each group of the optimizer, and name → which: their options may part later."""
     made = recipes(optimizer, parameters)
     group = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
-    chosen = {name: group[id(p)] for name, p in parameters.items()}
+    chosen = {name: group[id(p)] for name, p in parameters.items() if p.requires_grad}
     used = sorted(set(chosen.values()))
     found = {i: made[next(n for n, g in chosen.items() if g == i)] for i in used}
     plain = [Recipe(r.kind, {k: _plain(v) for k, v in r.options.items()}) for r in found.values()]

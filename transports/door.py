@@ -6,6 +6,7 @@ from typing import Any
 
 from commlib import keys
 from commlib.endpoint import Endpoint
+from commlib.transports.inproc import InProc
 from commlib.transports.process_group.options import Options
 from commlib.transports.zeromq import ZeroMQ, is_loopback
 from commlib.where import address_towards
@@ -35,3 +36,8 @@ def open_zeromq(rank: int, *, job: str, towards: str, timeout: float) -> Endpoin
             pair = options.pair()
             given |= {"keys": pair, "allowed": {pair.public, *keys.allowed()}}
     return ZeroMQ(rank, job=job, **given)
+
+
+def open_inproc(rank: int, *, job: str, towards: str, timeout: float) -> Endpoint:
+    """An endpoint for members that are threads of this process; ``towards`` makes no difference."""
+    return InProc(rank, job=job, timeout=timeout)

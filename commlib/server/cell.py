@@ -30,6 +30,7 @@ class Applied:
         gradient: (n,), as the optimizer got it; None if there was none in these pushes, or they were refused.
         refused: workers whose push was not finite.
         options: of the optimizer, where they are others than it was made with: its ``lr`` by now, say.
+        absent: parameters (by their place in the cell) of which nobody had a gradient.
     """
 
     number: int
@@ -37,6 +38,7 @@ class Applied:
     gradient: Tensor | None
     refused: frozenset[int] = frozenset()
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    absent: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +48,7 @@ class _Given:
     stamp: int
     gradient: Tensor | None
     options: Mapping[str, Any]
+    absent: frozenset[int]
     refused: bool
 
 
@@ -54,34 +57,32 @@ class Cell:
 
     Args:
         values: (n,), to begin with; its own from now on.
-        optimizer: makes that of a parameter.
+        optimizer: makes that of the parameters in it.
         workers: those that push.
         threshold: the server's.
         mean: pushes count 1/P each, P being the workers there are, as DDP's do; else 1.
-        shape: of the values as the optimizer sees them. Default: (n,).
+        shapes: of these parameters, one behind the other. Default: one of (n,).
     """
 
     def __init__(
         self,
         values: Tensor,
-        optimizer: Callable[[torch.nn.Parameter], Optimizer],
+        optimizer: Callable[[Sequence[torch.nn.Parameter]], Optimizer],
         workers: Iterable[int],
         threshold: Threshold,
         *,
         mean: bool = True,
-        shape: Sequence[int] | None = None,
+        shapes: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self._parameter = torch.nn.Parameter(values.view(shape or values.shape))
-        self.optimizer = optimizer(self._parameter)
+        self.values = values
+        """(n,), as they are now; changed in place by the next push."""
+        self._shapes = [torch.Size(s) for s in shapes or [values.shape]]
+        self._parameters = [torch.nn.Parameter(part) for part in self._parts(values)]
+        self.optimizer = optimizer(self._parameters)
         self._made_with = {k: v for k, v in self.optimizer.param_groups[0].items() if k != "params"}
         self._options: Mapping[str, Any] = {}
         self._ledger: Ledger[_Given] = Ledger(workers, threshold)
         self._mean, self._number = mean, 0
-
-    @property
-    def values(self) -> Tensor:
-        """(n,), as they are now; changed in place by the next push."""
-        return self._parameter.data.view(-1)
 
     @property
     def included(self) -> Mapping[int, int]:
@@ -103,7 +104,12 @@ class Cell:
         return self._ledger.due(worker)
 
     def push(
-        self, worker: int, stamp: int, gradient: Tensor | None, options: Mapping[str, Any] | None = None
+        self,
+        worker: int,
+        stamp: int,
+        gradient: Tensor | None,
+        options: Mapping[str, Any] | None = None,
+        absent: frozenset[int] = frozenset(),
     ) -> list[Applied]:
         """What is applied now. A push that is here already: nothing.
 
@@ -115,6 +121,7 @@ class Cell:
             gradient: (n,), of the values' dtype; not changed, and may be kept. None: zeros, and if nobody has any, no
                 update at all.
             options: of the optimizer from now on, where they are others than it was made with.
+            absent: parameters, by their place, of which this gradient is zeros because there is none.
 
         Raises:
             ProtocolError: another shape or dtype, an option that it has not, an unknown worker, or one of its pushes
@@ -129,7 +136,7 @@ class Cell:
                 f"{self.values.dtype} of shape {tuple(self.values.shape)}: its model is another"
             )
         good = gradient is None or finite(gradient)
-        given = _Given(stamp, gradient if good else None, options or {}, not good)
+        given = _Given(stamp, gradient if good else None, options or {}, absent, not good)
         return [self._apply(group) for group in self._ledger.push(worker, stamp, given)]
 
     def read(self, worker: int, clock: int, within: int | None = None) -> Tensor | None:
@@ -173,7 +180,7 @@ class Cell:
             raise ProtocolError(f"update {applied.number} of a replica that has {self._number}: one is missing")
         if applied.number == self._number:
             self._ledger.follow(applied.stamps)
-            self._step(applied.gradient, applied.options)
+            self._step(applied)
 
     def state_dict(self) -> dict[str, Any]:
         """Values, the optimizer's state, and whose pushes are in: copies."""
@@ -211,20 +218,30 @@ class Cell:
             if self._mean:  # in bulk over those that are in it, else each counts as one of all that there are
                 total.div_(len(group) - len(refused) if len(group) > 1 else max(1, len(self.included)))
         stamps = {worker: given.stamp for worker, given in group.items()}
-        applied = Applied(self._number, stamps, total, refused, next(iter(group.values())).options)
-        self._step(total, applied.options)
+        missing = [given.absent for given in group.values() if given.gradient is not None]
+        absent = frozenset[int]().union(*missing).intersection(*missing)
+        applied = Applied(self._number, stamps, total, refused, next(iter(group.values())).options, absent)
+        self._step(applied)
         return applied
 
-    def _step(self, gradient: Tensor | None, options: Mapping[str, Any]) -> None:
+    def _step(self, applied: Applied) -> None:
         self._number += 1
-        if gradient is None:
+        if applied.gradient is None:
             return
-        if options != self._options:
-            self._options = options
-            self.optimizer.param_groups[0].update(self._made_with | dict(options))
-        self._parameter.grad = gradient.view_as(self._parameter)
+        if applied.options != self._options:
+            self._options = applied.options
+            self.optimizer.param_groups[0].update(self._made_with | dict(applied.options))
+        for i, (parameter, part) in enumerate(zip(self._parameters, self._parts(applied.gradient), strict=True)):
+            parameter.grad = part if i not in applied.absent else None
         self.optimizer.step()
-        self._parameter.grad = None
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _parts(self, row: Tensor) -> list[Tensor]:
+        """Of the parameters in it: views of a row, (n,)."""
+        return [
+            part.view(s) for part, s in zip(row.split([s.numel() for s in self._shapes]), self._shapes, strict=True)
+        ]
 
 
 def finite(values: Tensor) -> bool:

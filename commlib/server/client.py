@@ -53,17 +53,25 @@ class Client:
         """Says what values, (n,), a key starts with; the first worker does, in the first view."""
         return [self._to(key, Start(self._view.number, key, values))]
 
-    def push(self, key: str, gradient: Tensor | None, options: Mapping[str, Any] | None = None) -> list[Send]:
+    def push(
+        self,
+        key: str,
+        gradient: Tensor | None,
+        options: Mapping[str, Any] | None = None,
+        absent: frozenset[int] = frozenset(),
+    ) -> list[Send]:
         """Sends a gradient, (n,), which must stay as it is until it is acknowledged; or None.
 
         Args:
             key: whose.
             gradient: this one.
             options: of the optimizer, where they are others than it was made with.
+            absent: parameters in it, by their place, that have no gradient while others have.
         """
         stamp = self.clock(key)
         self._due[key] = stamp + 1
-        self._kept[key][stamp] = push = Push(self._view.number, key, self._rank, stamp, gradient, options or {})
+        push = Push(self._view.number, key, self._rank, stamp, gradient, options or {}, absent)
+        self._kept[key][stamp] = push
         return [self._to(key, push)]
 
     def pull(self, key: str, within: int | None = None) -> list[Send]:

@@ -62,20 +62,27 @@ class ClientNode:
             self._check()
             self._put(self._client.start(key, values))
 
-    def push(self, key: str, gradient: Tensor | None, options: Mapping[str, Any] | None = None) -> None:
+    def push(
+        self,
+        key: str,
+        gradient: Tensor | None,
+        options: Mapping[str, Any] | None = None,
+        absent: frozenset[int] = frozenset(),
+    ) -> None:
         """Sends a gradient, (n,), which must stay as it is until it is acknowledged; or None. Waits for nothing.
 
         Args:
             key: whose.
             gradient: this one.
             options: of the optimizer, where they are others than it was made with.
+            absent: parameters in it, by their place, that have no gradient while others have.
 
         Raises:
             CommlibError: what had gone wrong before.
         """
         with self._news:
             self._check()
-            self._put(self._client.push(key, gradient, options))
+            self._put(self._client.push(key, gradient, options, absent))
 
     def pull(self, key: str, within: int | None = None) -> None:
         """Asks for values (:meth:`~commlib.server.client.Client.pull`); waits for nothing."""

@@ -90,7 +90,7 @@ def decide(
     if lost and job.lost == FAIL:
         return Over(f"{news}; the job fails with a worker (lost={FAIL!r})")
     if not workers:
-        return Over(news or "all workers have left")
+        return Over(f"no worker is left: {news}" if lost else "all workers have left")
     staying = [m.name for i, m in shards.items() if not seen.leaving(i)]
     if not staying:
         return Over(f"{news}: no shard is left") if not shards else None  # the last one cannot go as long as any trains

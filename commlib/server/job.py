@@ -53,6 +53,8 @@ class Job:
 
     def __post_init__(self) -> None:
         make(self.consistency)
+        for recipe in self.recipes:
+            _kind(_name(recipe.kind))
         if self.lost not in (GO_ON, FAIL):
             raise ValueError(f"lost is {GO_ON!r} or {FAIL!r}, got {self.lost!r}")
         for what, least in (("workers", 1), ("shards", 1), ("copies", 1), ("patience", 0.1), ("nbytes", 1024)):
@@ -63,7 +65,7 @@ class Job:
 
     @property
     def chunks(self) -> dict[str, Chunk]:
-        """By key. A parameter whose optimizer looks at more than single values stays whole."""
+        """By key. A parameter whose optimizer looks at more than single values is not cut."""
         blank = {n: torch.empty(s, dtype=getattr(torch, d), device="meta") for n, (s, d) in self.parameters.items()}
         found = cut(
             blank,
@@ -77,9 +79,10 @@ class Job:
         """One of zeros; what it starts with is yet to be said."""
         name = chunk.pieces[0].name
         recipe = self.recipes[self.chosen[name]]
-        shape = None if recipe.by_element else self.parameters[name][0]
+        cut_up = recipe.by_element and len(chunk.pieces) == 1
+        shapes = [(chunk.numel,)] if cut_up else [self.parameters[p.name][0] for p in chunk.pieces]
         values, threshold = torch.zeros(chunk.numel, dtype=chunk.dtype), make(self.consistency).threshold()
-        return Cell(values, recipe.make, workers, threshold, mean=self.mean, shape=shape)
+        return Cell(values, recipe.make, workers, threshold, mean=self.mean, shapes=shapes)
 
     @property
     def fingerprint(self) -> str:
@@ -89,7 +92,7 @@ class Job:
     def pack(self) -> bytes:
         """As bytes; there is no pickle in them."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        made = [[f"{r.kind.__module__}:{r.kind.__qualname__}", dict(r.options)] for r in self.recipes]
+        made = [[_name(r.kind), dict(r.options)] for r in self.recipes]
         return bytes(msgpack.packb(fields | {"recipes": made}))
 
     @staticmethod
@@ -125,6 +128,10 @@ class Job:
             here, there = getattr(self, field.name), getattr(other, field.name)
             if here != there:
                 raise PlanMismatch(f"{field.name}: {here!r} here, and {there!r} at {whose}; all must say the same")
+
+
+def _name(kind: type[Optimizer]) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def _kind(name: str) -> type[Optimizer]:

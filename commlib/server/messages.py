@@ -22,7 +22,11 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Push:
-    """A worker's gradient of a key, (n,), or None: it has none in this step. ``options``: of the optimizer, now."""
+    """A worker's gradient of a key, (n,), or None: it has none in this step.
+
+    ``options`` are the optimizer's, where they are others than it was made with; ``absent`` are the parameters in it,
+    by their place, that have no gradient while others have.
+    """
 
     view: int
     key: str
@@ -30,6 +34,7 @@ class Push:
     stamp: int
     gradient: Tensor | None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    absent: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,10 +33,10 @@ class Recipe:
         """Whether a parameter may be cut into chunks."""
         return self.kind.__module__.startswith("torch.optim.") and self.kind.__name__ in BY_ELEMENT
 
-    def make(self, parameter: torch.nn.Parameter) -> Optimizer:
+    def make(self, parameters: Sequence[torch.nn.Parameter]) -> Optimizer:
         """For these values, with no state yet."""
         kind: Any = self.kind
-        made: Optimizer = kind([{"params": [parameter], **self.options}])
+        made: Optimizer = kind([{"params": list(parameters), **self.options}])
         return made
 
 

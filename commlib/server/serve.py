@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import torch
+
 from commlib.doors import door
 from commlib.errors import CommlibError
 from commlib.server import meeting
@@ -51,6 +53,7 @@ def serve(
         CommlibError: nobody keeps the meeting place; the job does not begin in time; it failed, and why.
     """
     stop = stop or threading.Event()
+    warm()
     roll = Roll(meeting.visit(address, job, timeout), timeout)
     with door(endpoint)(roll.new_id(), job=job, towards=meeting.parse(address)[0], timeout=timeout) as mine:
         me = roll.enlist(SHARD, mine.address, getattr(mine, "public_key", None), place(), mine.rank)
@@ -75,8 +78,8 @@ def serve(
             on_over=over.append,
             report=node.report,
         )
+        node.connect(epoch)  # before it answers anybody
         node.start()
-        node.change(epoch)
         member.start()
         try:
             _until_over(over, stop, member, timeout)
@@ -84,6 +87,13 @@ def serve(
             member.stop()
             node.stop()
     return over[0] if over else "it was stopped"
+
+
+def warm() -> None:
+    """torch imports a good deal with the first optimizer, for seconds in which a shard would seem dead."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.SGD([parameter], lr=0.0).step()
 
 
 def _begun(roll: Roll) -> tuple[Job, str, Epoch] | None:

@@ -149,7 +149,7 @@ class Shard:
             raise ProtocolError(f"worker {push.worker} pushes to {push.key}, which has no values yet")
         if push.stamp < cell.included.get(push.worker, 0):  # once more: whoever sent it had no answer
             return self._once_replicated(push.key, cell.number, self._ack(push.key, push.worker, push.stamp))
-        applied = cell.push(push.worker, push.stamp, push.gradient, push.options)
+        applied = cell.push(push.worker, push.stamp, push.gradient, push.options, push.absent)
         self._owe(push.key, applied)
         sends: list[Send] = [
             (replica, Replicate(self._view.number, push.key, each))

@@ -79,15 +79,19 @@ class ShardNode:
             why = self._error or f"it is busy for {self._seconds:g} s"
             raise CommlibError(f"shard {self._shard.name} does not answer: {why}") from None
 
+    def connect(self, epoch: Epoch) -> None:
+        """Opens the ways to all members."""
+        for member in epoch.members.values():
+            if member.id != self._endpoint.rank and not self._endpoint.reaches(member.id):
+                self._endpoint.connect(member.id, member.address, key=member.key)
+
     def change(self, epoch: Epoch) -> None:
         """A new view.
 
         Raises:
             CommlibError: as :meth:`call`.
         """
-        for member in epoch.members.values():
-            if member.id != self._endpoint.rank and not self._endpoint.reaches(member.id):
-                self._endpoint.connect(member.id, member.address, key=member.key)
+        self.connect(epoch)
         self.call(lambda shard: self._change(shard, epoch.view, {m.name: i for i, m in epoch.of(SHARD).items()}))
 
     def report(self, number: int) -> Report | None:
@@ -123,6 +127,8 @@ class ShardNode:
     def _answers(self, sender: int, parts: Sequence[Buffer]) -> list[Send]:
         try:
             message = unpack(parts)
+            if message.view < self._shard.view.number:  # from before: of one that was given up, say
+                return []
             self._check(sender, message)
             sends = self._shard.handle(message)
         except ProtocolError as e:

@@ -27,7 +27,9 @@ _log = logging.getLogger("commlib")
 class Client(Protocol):
     """What pushes and pulls (:class:`~commlib.server.client_node.ClientNode`)."""
 
-    def push(self, key: str, gradient: Tensor | None, options: Mapping[str, Any] | None = None) -> None: ...
+    def push(
+        self, key: str, gradient: Tensor | None, options: Mapping[str, Any] | None = ..., absent: frozenset[int] = ...
+    ) -> None: ...
 
     def pull(self, key: str, within: int | None = None) -> None: ...
 
@@ -127,7 +129,9 @@ class Syncer:
     @torch.no_grad()
     def _push(self, chunk: Chunk) -> None:
         self._pushed.add(chunk.key)
-        self._client.push(chunk.key, self._gradient(chunk), self._options(chunk.pieces[0].name))
+        gradient, first = self._gradient(chunk), chunk.pieces[0].name
+        absent = frozenset(i for i, n in enumerate(chunk.names) if n not in self._there) if gradient is not None else ()
+        self._client.push(chunk.key, gradient, self._options(first), frozenset(absent))
         self._client.pull(chunk.key)
         self._asked.add(chunk.key)
 

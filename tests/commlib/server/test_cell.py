@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -22,8 +22,8 @@ from commlib.server.recipe import BY_ELEMENT, Recipe
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
-def sgd(parameter: torch.nn.Parameter) -> Optimizer:
-    return SGD([parameter])
+def sgd(parameters: Sequence[torch.nn.Parameter]) -> Optimizer:
+    return SGD(parameters)
 
 
 def cell(rule: Consistency | None = None, workers: int = 2, n: int = 5, **options: Any) -> Cell:
@@ -48,7 +48,7 @@ def test_in_bulk_it_is_a_serial_optimizer_on_the_mean_or_sum_to_the_last_bit(kin
     recipe = Recipe(getattr(torch.optim, kind), {"lr": 0.01})
     book = Cell(torch.linspace(-1, 1, 5), recipe.make, range(3), BSP().threshold(), mean=mean)
     serial = torch.nn.Parameter(torch.linspace(-1, 1, 5))
-    optimizer = recipe.make(serial)
+    optimizer = recipe.make([serial])
     for t in range(5):
         gradients = [gradient(w, t) for w in range(3)]
         for worker in random.Random(t).sample(range(3), 3):
@@ -77,7 +77,7 @@ def test_chunks_are_updated_as_the_whole_is_and_gradients_stay_as_they_were(kind
 
 
 def test_otherwise_a_push_counts_as_one_of_all_workers_at_once() -> None:
-    book = Cell(torch.zeros(2), lambda p: torch.optim.SGD([p], lr=1.0), range(4), ASP().threshold())
+    book = Cell(torch.zeros(2), lambda p: torch.optim.SGD(p, lr=1.0), range(4), ASP().threshold())
     book.push(3, 0, torch.tensor([4.0, 8.0]))
     assert book.values.tolist() == [-1.0, -2.0]
     assert book.included == {0: 0, 1: 0, 2: 0, 3: 1}

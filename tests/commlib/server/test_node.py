@@ -62,7 +62,7 @@ class Servers:
         def cell(key: str) -> Cell:
             chunk = CHUNKS[key]
             sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-            return Cell(chunk.gather(START).clone(), lambda p: sgd([p]), range(2), rule.threshold())
+            return Cell(chunk.gather(START).clone(), sgd, range(2), rule.threshold())
 
         self.shards = [Shard(name, self.view, cell) for name in self.ranks]
         self.nodes = [ShardNode(doors[self.ranks[s.name]], s, self.ranks) for s in self.shards]

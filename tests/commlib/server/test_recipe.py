@@ -20,7 +20,7 @@ def test_every_parameter_has_the_options_of_its_group() -> None:
     )
     found = recipes(optimizer, dict(model.named_parameters()))
     assert set(found) == {"0.weight", "0.bias", "1.weight", "1.bias"}
-    made = found["1.weight"].make(nn.Parameter(torch.zeros(2)))
+    made = found["1.weight"].make([nn.Parameter(torch.zeros(2))])
     assert isinstance(made, torch.optim.AdamW)
     (group,) = made.param_groups
     assert (group["lr"], group["weight_decay"], group["betas"]) == (0.1, 0.0, (0.5, 0.6))

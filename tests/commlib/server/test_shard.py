@@ -32,7 +32,7 @@ WORKERS = 3
 
 def cell(rule: Consistency, workers: Any, key: str) -> Cell:
     values = torch.zeros(WORKERS, dtype=torch.float64)
-    return Cell(values, lambda p: torch.optim.SGD([p], lr=1.0), workers, rule.threshold(), mean=False)
+    return Cell(values, lambda p: torch.optim.SGD(p, lr=1.0), workers, rule.threshold(), mean=False)
 
 
 def pushed(worker: int, stamp: int) -> Tensor:

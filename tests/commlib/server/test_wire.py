@@ -24,7 +24,7 @@ from commlib.server.wire import pack, unpack
 
 def state(kind: type[torch.optim.Optimizer]) -> dict[str, Any]:
     made: Any = kind
-    cell = Cell(torch.arange(3.0), lambda p: made([p], lr=0.1), range(2), BSP().threshold())
+    cell = Cell(torch.arange(3.0), lambda p: made(p, lr=0.1), range(2), BSP().threshold())
     for worker in range(2):
         cell.push(worker, 0, torch.ones(3))
     return cell.state_dict()
@@ -37,7 +37,7 @@ MESSAGES: list[Message] = [
     Ack(0, "w", 1, 2),
     Ack(0, "w", 1, 2, True),
     Start(0, "w", torch.tensor([2.0])),
-    Push(3, "w", 1, 0, None, {"lr": 0.1, "betas": [0.9, 0.99]}),
+    Push(3, "w", 1, 0, None, {"lr": 0.1, "betas": [0.9, 0.99]}, frozenset({0, 2})),
     Pull(3, "ü[0:1]", 1, (1 << 63) - 1),
     Pull(3, "w", 1, 4, 0),
     Values(3, "w", 1, 4, torch.tensor([1.0, torch.nan]), {0: 3, 5: 1}),
@@ -93,7 +93,7 @@ def test_a_gradient_is_not_copied_on_either_side() -> None:
 
 def test_a_state_that_has_travelled_goes_on_as_the_one_that_stayed() -> None:
     cells = [
-        Cell(torch.arange(3.0), lambda p: torch.optim.Adam([p], lr=0.1), range(1), BSP().threshold()) for _ in range(2)
+        Cell(torch.arange(3.0), lambda p: torch.optim.Adam(p, lr=0.1), range(1), BSP().threshold()) for _ in range(2)
     ]
     cells[0].push(0, 0, torch.ones(3))
     came = unpack(pack(Adopt(0, "w", cells[0].state_dict())))
@@ -127,16 +127,19 @@ ROW = msgpack.ExtType(1, msgpack.packb(["float32", [2]]))
         ([head(2, 0, "w", -1, 0, None)], "a Pull whose worker is not a whole number"),
         ([head(2, 0, "w" * 1025, 1, 0, None)], "a Pull whose key is not a text up to 1024"),
         ([head(1, 0, "w", 1, 0, 1)], "a Ack whose refused is not true or false"),
-        ([head(0, 0, "w", 1, 0, [1.0], {})], "a Push whose gradient is not a row of values"),
-        ([head(0, 0, "w", 1, 0, ROW, {}), bytes(7)], "a tensor of 8 bytes, of which 7 came"),
-        ([head(0, 0, "w", 1, 0, ROW, {})], "a tensor of 8 bytes, of which 0 came"),
-        ([head(0, 0, "w", 1, 0, ROW, {}), bytes(9)], "1 bytes that no tensor needs"),
+        ([head(0, 0, "w", 1, 0, [1.0], {}, [])], "a Push whose gradient is not a row of values"),
+        ([head(0, 0, "w", 1, 0, ROW, {}, []), bytes(7)], "a tensor of 8 bytes, of which 7 came"),
+        ([head(0, 0, "w", 1, 0, ROW, {}, [])], "a tensor of 8 bytes, of which 0 came"),
+        ([head(0, 0, "w", 1, 0, ROW, {}, []), bytes(9)], "1 bytes that no tensor needs"),
         ([head(0, 0, "w", 1, 0, msgpack.ExtType(2, b"\x90"))], "cannot be read"),
         ([head(0, 0, "w", 1, 0, msgpack.ExtType(1, msgpack.packb(["float31", [1]]))), b"1"], "dtype or shape is none"),
         ([head(0, 0, "w", 1, 0, msgpack.ExtType(1, msgpack.packb(["int8", [-1]]))), b"1"], "dtype or shape is none"),
-        ([head(0, 0, "w", 1, 0, msgpack.ExtType(1, msgpack.packb(["int8", [1, 1]])), {}), b"1"], "not a row of values"),
+        (
+            [head(0, 0, "w", 1, 0, msgpack.ExtType(1, msgpack.packb(["int8", [1, 1]])), {}, []), b"1"],
+            "not a row of values",
+        ),
         ([head(3, 0, "w", 1, 4, ROW, {"a": 1}, None), bytes(8)], "a Values whose included is not a whole number"),
-        ([head(4, 0, "w", [1, {}, ROW]), bytes(8)], "a Applied of 3 fields, it has 5"),
+        ([head(4, 0, "w", [1, {}, ROW]), bytes(8)], "a Applied of 3 fields, it has 6"),
         ([head(4, 0, "w", 5)], "a Replicate whose applied is not an update"),
         ([head(5, 0, "w", {1: 1})], "a Adopt whose state is not a map"),
     ],

@@ -1,0 +1,1 @@
+"""Trainings with a parameter server whose processes are killed."""

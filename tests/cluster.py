@@ -1,0 +1,112 @@
+"""A parameter server whose members are threads of the test's process: a meeting place, shards, workers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+import commlib
+from commlib.server import meeting
+from commlib.server.serve import serve
+
+TIMEOUT = 60.0
+
+
+class Cluster:
+    """With so many shards.
+
+    Args:
+        shards: that come at once.
+        workers: that begin.
+        endpoint: how members are reached.
+        timeout: seconds that anything waits.
+        options: of every worker's :class:`commlib.ParameterServer`.
+    """
+
+    def __init__(
+        self, shards: int, workers: int, endpoint: str = "inproc", timeout: float = TIMEOUT, **options: Any
+    ) -> None:
+        self._store = meeting.keep("127.0.0.1")
+        self.address = f"127.0.0.1:{self._store.port}"
+        self.workers, self._shards, self._endpoint, self._timeout = workers, shards, endpoint, timeout
+        self._options = options
+        self._threads: list[threading.Thread] = []
+        self.stops: list[threading.Event] = []
+        self.ends: list[str] = []
+        """Why each shard has ended."""
+        for _ in range(shards):
+            self.shard()
+
+    def shard(self) -> threading.Event:
+        """One more comes; what it returns makes it leave."""
+        stop = threading.Event()
+
+        def run() -> None:
+            try:
+                self.ends.append(serve(self.address, endpoint=self._endpoint, timeout=self._timeout, stop=stop))
+            except commlib.CommlibError as e:
+                self.ends.append(f"{type(e).__name__}: {e}")
+
+        self._threads.append(threading.Thread(target=run, daemon=True))
+        self._threads[-1].start()
+        self.stops.append(stop)
+        return stop
+
+    def join(
+        self, model: nn.Module, optimizer: Optimizer, rank: int | None, spec: str = "bsp", **options: Any
+    ) -> commlib.ParameterServer:
+        """A worker comes: one of the first, or (None) a latecomer."""
+        given = {"timeout": self._timeout, **self._options, **options}
+        return commlib.ParameterServer(
+            model,
+            optimizer,
+            spec,
+            self.address,
+            workers=self.workers,
+            rank=rank,
+            late=rank is None,
+            shards=self._shards,
+            endpoint=self._endpoint,
+            **given,
+        )
+
+    def train(self, worker: Callable[[int], Any]) -> list[Any]:
+        """What ``worker(rank)`` returns or raises in a thread for each rank; the first error is raised here."""
+        results = self.outcomes(worker)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results
+
+    def outcomes(self, worker: Callable[[int], Any]) -> list[Any]:
+        """The same, with errors in place of results."""
+        results: list[Any] = [None] * self.workers
+
+        def run(rank: int) -> None:
+            try:
+                results[rank] = worker(rank)
+            except BaseException as e:
+                results[rank] = e
+
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(self.workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(4 * self._timeout)
+            assert not thread.is_alive(), "a worker hangs"
+        return results
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, t: TracebackType | None) -> None:
+        for stop in self.stops:
+            stop.set()
+        for thread in self._threads:
+            thread.join(self._timeout if error is None else 1.0)
+            assert error is not None or not thread.is_alive(), "a shard hangs"

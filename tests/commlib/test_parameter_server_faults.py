@@ -1,0 +1,229 @@
+"""What goes wrong with a parameter server is named, in time, and to whom it concerns."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commlib
+from cluster import Cluster
+from commlib.server import meeting
+
+
+def make(width: int = 6) -> tuple[nn.Sequential, torch.optim.SGD]:
+    model = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def backward(model: nn.Module, factor: float = 1.0) -> None:
+    (model(torch.ones(3, 5)).square().sum() * factor).backward()
+
+
+@contextlib.contextmanager
+def alone(spec: str = "bsp", **options: Any) -> Iterator[tuple[nn.Module, torch.optim.SGD, commlib.ParameterServer]]:
+    with Cluster(1, 1) as cluster:
+        model, optimizer = make()
+        with cluster.join(model, optimizer, 0, spec, **options) as server:
+            yield model, optimizer, server
+
+
+def test_another_model_is_named_by_what_differs_and_nobody_waits_for_it() -> None:
+    def worker(rank: int) -> None:
+        time.sleep(0.3 * rank)
+        model, optimizer = make(6 + rank)
+        cluster.join(model, optimizer, rank).close()
+
+    with Cluster(1, 2) as cluster:
+        begun = time.monotonic()
+        first, second = cluster.outcomes(worker)
+    assert time.monotonic() - begun < 20
+    assert isinstance(second, commlib.PlanMismatch)
+    assert "0.weight is float32 of (7, 5) here, and float32 of (6, 5) at who came first" in str(second)
+    assert isinstance(first, commlib.CommlibError)
+    assert "worker 1 cannot take part: 0.weight is float32 of (7, 5)" in str(first)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mean": False}, "mean: False here, and True at who came first"),
+        ({"copies": 1, "patience": 3.0}, "patience: 3.0 here, and 10.0 at"),
+        ({"lost": "fail"}, "lost: 'fail' here, and 'go on' at"),
+    ],
+)
+def test_other_rules_are_named(options: dict[str, Any], said: str) -> None:
+    def worker(rank: int) -> None:
+        time.sleep(0.3 * rank)
+        model, optimizer = make()
+        cluster.join(model, optimizer, rank, **(options if rank else {})).close()
+
+    with Cluster(1, 2) as cluster:
+        assert said in str(cluster.outcomes(worker)[1])
+
+
+def test_a_wrong_world_size_is_named() -> None:
+    def worker(rank: int) -> None:
+        time.sleep(0.3 * rank)
+        model, optimizer = make()
+        cluster.workers = 2 + rank
+        cluster.join(model, optimizer, rank).close()
+
+    with Cluster(1, 2) as cluster:
+        assert "workers: 3 here, and 2 at who came first" in str(cluster.outcomes(worker)[1])
+
+
+def test_who_does_not_come_is_named_within_the_deadline() -> None:
+    with Cluster(2, 3, timeout=1.5) as cluster:
+        model, optimizer = make()
+        with pytest.raises(commlib.PeerLost, match=r"for 1\.5 s: 2 of 2 shards came, and 1 of 3 workers; not 1, 2"):
+            cluster.join(model, optimizer, 0)
+
+
+def test_a_worker_that_does_not_push_is_named_by_those_who_wait() -> None:
+    def worker(rank: int) -> None:
+        model, optimizer = make()
+        server = cluster.join(model, optimizer, rank)
+        if rank == 0:
+            server._worker.client._timeout = 1.0  # this wait only: to join takes longer on a busy machine
+            backward(model)
+            server.step()
+            with pytest.raises(
+                commlib.PeerLost, match=r"worker 0 waited 1 s for values of .* at its clock 1; .*1 at 0"
+            ):
+                backward(model)
+            done.append(rank)
+        else:
+            while not done:
+                time.sleep(0.05)
+        server._leave()
+
+    done: list[int] = []
+    with Cluster(1, 2) as cluster:
+        cluster.train(worker)
+
+
+def test_no_meeting_place_is_said_with_its_address() -> None:
+    store = meeting.keep("127.0.0.1")
+    port = store.port
+    del store
+    model, optimizer = make()
+    with pytest.raises(commlib.CommlibError, match=rf"nobody keeps a meeting place at 127\.0\.0\.1:{port}, for 1 s"):
+        commlib.ParameterServer(model, optimizer, "bsp", f"127.0.0.1:{port}", timeout=1)
+
+
+@pytest.mark.parametrize("servers", ["nowhere", "localhost:", "localhost:99999", ":1", "embedded:0", "embedded:two"])
+def test_a_bad_address_is_refused(servers: str) -> None:
+    with pytest.raises(ValueError, match=r"HOST:PORT"):
+        commlib.ParameterServer(*make(), "bsp", servers)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"consistency": "ssp:-1"}, "staleness must be 0 or more"),
+        ({"consistency": "sps:3"}, "unknown consistency 'sps'"),
+        ({"copies": 2}, "2 copies of a key need as many shards, and there are 1"),
+        ({"copies": 0}, "copies must be 1 or more"),
+        ({"lost": "panic"}, "lost is 'go on' or 'fail', got 'panic'"),
+        ({"rank": 3, "workers": 2}, "this is worker 3 of 2"),
+        ({"nbytes": 3}, "nbytes must be 1024 or more"),
+        ({"patience": 0.0}, "patience must be 0.1 or more"),
+        ({"endpoint": "pigeon"}, "unknown endpoint 'pigeon'"),
+    ],
+)
+def test_bad_arguments_are_refused(options: dict[str, Any], said: str) -> None:
+    with Cluster(0, 1) as cluster, pytest.raises(ValueError, match=said):
+        commlib.ParameterServer(*make(), **{"consistency": "bsp", "servers": cluster.address, "timeout": 5, **options})
+
+
+def test_an_optimizer_that_lacks_a_parameter_and_one_of_the_users_own_are_refused() -> None:
+    model, _ = make()
+    partly = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"the optimizer lacks 2\.weight, 2\.bias"):
+        commlib.ParameterServer(model, partly, "bsp", "127.0.0.1:1")
+
+    class Mine(torch.optim.SGD):
+        pass
+
+    with pytest.raises(ValueError, match=r"shards know the optimizers of torch\.optim, and .*Mine is none"):
+        commlib.ParameterServer(model, Mine(model.parameters(), lr=0.1), "bsp", "127.0.0.1:1")
+
+
+def test_a_model_in_ddp_is_refused() -> None:
+    with pytest.raises(TypeError, match="would average gradients too: give the module that it wraps"):
+        commlib.ParameterServer(DistributedDataParallel.__new__(DistributedDataParallel), make()[1])
+
+
+def test_pushes_that_are_not_finite_are_refused_with_the_workers_name_and_leave_no_trace(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def worker(rank: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, optimizer = make()
+        with cluster.join(model, optimizer, rank) as server:
+            for step in range(4):
+                optimizer.zero_grad()
+                backward(model, float("nan") if (rank, step) == (1, 2) else 1.0)
+                server.step()
+            server.sync()
+            assert server.refused == (2 if rank == 1 else 0) * len(server._syncer._chunks) // 2
+        return [p.detach().clone() for p in model.parameters()]
+
+    with Cluster(1, 2) as cluster, caplog.at_level(logging.WARNING):
+        for values in cluster.train(worker):
+            assert all(bool(v.isfinite().all()) for v in values)
+    assert "refused push 2 of worker 1 to 0.weight[0:30]+3: it is not finite" in caplog.text
+
+
+def test_the_users_optimizer_is_not_to_be_stepped() -> None:
+    with alone() as (model, optimizer, server):
+        backward(model)
+        with pytest.raises(commlib.CommlibError, match=r"call server\.step\(\), not optimizer\.step\(\)"):
+            optimizer.step()
+        server.step()
+    optimizer.step()  # it is the user's again
+
+
+def test_a_second_backward_pass_in_a_step_is_refused() -> None:
+    with alone() as (model, _, server):
+        backward(model)
+        with pytest.raises(commlib.CommlibError, match="has a second gradient in one step"):
+            backward(model)
+        server.step()
+
+
+def test_after_the_end_there_are_no_steps_and_the_model_is_the_users_again() -> None:
+    with alone() as (model, _, server):
+        backward(model)
+        server.step()
+    with pytest.raises(commlib.CommlibError, match="this worker has left the parameter server"):
+        server.step()
+    server.close()
+    backward(model)
+
+
+def test_an_error_in_the_loop_is_what_is_raised_and_the_others_go_on() -> None:
+    def worker(rank: int) -> float:
+        model, optimizer = make()
+        with cluster.join(model, optimizer, rank) as server:
+            for step in range(6):
+                if (rank, step) == (1, 3):
+                    raise ZeroDivisionError
+                optimizer.zero_grad()
+                backward(model)
+                server.step()
+        return float(sum(p.sum().item() for p in model.parameters()))
+
+    with Cluster(1, 3) as cluster:
+        first, second, third = cluster.outcomes(worker)
+    assert isinstance(second, ZeroDivisionError)
+    assert first == third
+    assert cluster.ends == ["all workers have left"]

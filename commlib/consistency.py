@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from commlib.errors import unknown
 from commlib.spec import build, split
@@ -25,6 +25,12 @@ class Threshold(Protocol):
     def observe(self, metric: float) -> None:
         """Takes note of an evaluation's result."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned of results so far: plain numbers."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As it was."""
+
 
 @dataclasses.dataclass
 class Fixed:
@@ -34,6 +40,12 @@ class Fixed:
 
     def observe(self, metric: float) -> None:
         """Changes nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +183,12 @@ class _Dynamic:
             self.value = min(self.value + 1, self._rule.most)
         elif gain < -self._rule.limit:
             self.value = max(self.value - 1, self._rule.least)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "old": self._old}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.value, self._old = state["value"], state["old"]
 
 
 @dataclasses.dataclass(frozen=True)

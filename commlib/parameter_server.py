@@ -161,6 +161,25 @@ class ParameterServer:
         self._syncer.ask(within=0)
         self._syncer.take()
 
+    def observe(self, metric: float) -> None:
+        """Tells the servers what an evaluation gave: accuracy, or loss, as :class:`DTSSP` wants it; one worker does.
+
+        Raises:
+            CommlibError: as :meth:`step`.
+        """
+        self._check_open()
+        self._worker.client.observe(metric)
+
+    @property
+    def sent(self) -> int:
+        """Bytes of this worker's messages so far."""
+        return self._traffic[0] if self._closed else self._worker.client.sent
+
+    @property
+    def received(self) -> int:
+        """Bytes of the servers' messages to this worker so far."""
+        return self._traffic[1] if self._closed else self._worker.client.received
+
     @property
     def refused(self) -> int:
         """Pushes of this worker that were not finite, and are in no value; one for each chunk."""
@@ -190,7 +209,8 @@ class ParameterServer:
                 self._leave()
 
     def _leave(self) -> None:
-        self._closed = True
+        client = self._worker.client
+        self._closed, self._traffic = True, (client.sent, client.received)
         self._syncer.remove()
         self._guard.remove()
         try:

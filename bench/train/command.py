@@ -14,6 +14,7 @@ import typer
 from commlib.bench.launch import RankFailed, Terminated, run_ranks
 from commlib.bench.options import Levels, Limit
 from commlib.bench.progress import Bar
+from commlib.bench.sparse import command as sparse
 from commlib.errors import CheckpointMismatch, CommlibError, MissingDependency
 
 from . import rank, report
@@ -22,7 +23,9 @@ from .tasks import BadInput
 
 
 def train(
-    task: Annotated[str, typer.Option(help="digits, text or cifar (needs --data).")] = "digits",
+    task: Annotated[
+        str, typer.Option(help="digits, text or cifar (needs --data); or sparse-logistic, see below.")
+    ] = "digits",
     comm: Annotated[
         list[str] | None,
         typer.Option(metavar="SPEC", help="A codec, e.g. onebit or topk:ratio=0.01; repeatable. [none]"),
@@ -36,7 +39,9 @@ def train(
     seeds: Annotated[int | None, typer.Option(help="Train with seeds 0…N-1 and show mean ± sd.")] = None,
     seed: Annotated[int, typer.Option(help="The seed of a single run.")] = 0,
     hidden: Annotated[int | None, typer.Option(help="Width of the hidden layers. [the task's]")] = None,
-    data: Annotated[Path | None, typer.Option(help="A text (text) or an .npz of JPEGs (cifar).")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="A text (text), an .npz of JPEGs (cifar), LIBSVM's lines (sparse-logistic).")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dense_steps: Annotated[int, typer.Option(help="First steps sent uncompressed.")] = 0,
     min_size: Annotated[int, typer.Option(help="Layers with fewer values are sent uncompressed.")] = 1024,
@@ -48,15 +53,35 @@ def train(
     bucket_cap_mb: Annotated[float | None, typer.Option(help="Size of DDP's buckets in MiB. [DDP's]")] = None,
     limit: Limit = None,
     hierarchy: Levels = False,
+    server: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RULE", help="With a parameter server: bsp, ssp:3, asp, dtssp …; repeatable, beside --comm."
+        ),
+    ] = None,
+    servers_count: Annotated[int | None, typer.Option(help="sparse-logistic: servers. [2]")] = None,
+    filters: Annotated[
+        str | None, typer.Option(metavar="SPEC", help=f"sparse-logistic: filters each way, or none. [{sparse.FILTERS}]")
+    ] = None,
+    kkt: Annotated[bool | None, typer.Option(help="sparse-logistic: the KKT filter. [on]")] = None,
+    l1: Annotated[float | None, typer.Option(help="sparse-logistic: λ, beside the sum of losses. [1]")] = None,
+    delay: Annotated[int | None, typer.Option(help="sparse-logistic: blocks ahead of the slowest. [0]")] = None,
+    passes: Annotated[int | None, typer.Option(help="sparse-logistic: over all blocks, at most. [100]")] = None,
 ) -> None:
     """Train with each codec in turn, from the same weights and in the same order of data, and compare.
 
     Starts its own local ranks; under torchrun it is one of torchrun's. --hierarchy needs several nodes of several
     ranks, as torchrun or `commlib bench lab --ranks-per-host 2` makes them: elsewhere it is flat, and says why.
+
+    --task sparse-logistic trains no network: it solves L1-regularised logistic regression with a parameter server,
+    --ranks workers and --servers-count servers, without filters and with them, and compares the bytes.
     """
+    if sparse.takes_over(train, locals()):
+        return
     settings = Settings(
         task=task,
         comms=tuple(comm or ["none"]),
+        servers=tuple(server or ()),
         seeds=(seed,) if seeds is None else tuple(range(seeds)),
         steps=steps,
         epochs=epochs,
@@ -128,7 +153,7 @@ def _with_local_ranks(settings: Settings, ranks: int) -> dict[str, Any]:
 
 def _what(settings: Settings, now: rank.Progress) -> str:
     """Which of the runs is under way."""
-    runs = [(c, s) for c in settings.comms for s in settings.seeds]
+    runs = [(c, s) for c in settings.runs for s in settings.seeds]
     seed = f" seed {now.seed}" if len(settings.seeds) > 1 else ""
     return f"[{runs.index((now.comm, now.seed)) + 1}/{len(runs)}] {now.comm}{seed}"
 

@@ -82,7 +82,7 @@ class Run:
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
             bucket_cap_mb=self.settings.bucket_cap_mb,
         )
-        optimizer = _optimizer(self.recipe, self.model)
+        optimizer = make_optimizer(self.recipe, self.model)
         scaler = torch.amp.GradScaler(self.device.type) if self.settings.amp else None
         comm = self._attach(ddp, scaler)
         if self.folder is not None and self.settings.resume:
@@ -217,7 +217,8 @@ def learning_rate(peak: float, step: int, total: int) -> float:
     return peak * (1.0 - 0.95 * (step - warm) / max(1, total - warm))
 
 
-def _optimizer(recipe: Defaults, model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(recipe: Defaults, model: nn.Module) -> torch.optim.Optimizer:
+    """The recipe's, over all parameters."""
     if recipe.optimizer == "adam":
         return torch.optim.Adam(model.parameters(), lr=recipe.lr)
     return torch.optim.SGD(model.parameters(), lr=recipe.lr, momentum=recipe.momentum)

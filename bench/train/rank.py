@@ -14,6 +14,7 @@ from commlib.bench.child import tell
 from commlib.bench.launch import cores
 
 from .loop import Run
+from .served import PREFIX, ServedRun
 from .settings import Settings
 from .tasks import BadInput, load_task
 
@@ -54,9 +55,9 @@ def main(settings: Settings) -> dict[str, Any]:
     if backend == "gloo":
         dist.barrier()  # all are connected before one can fail: or Gloo would have its say between our lines
     results, parameters, batch, steps = [], 0, 0, 0
-    for comm in settings.comms:
+    for comm in settings.runs:
         for seed in settings.seeds:
-            run = Run(settings, task, comm, seed, device)
+            run = (ServedRun if comm.startswith(PREFIX) else Run)(settings, task, comm, seed, device)
             result = run.train(_Teller(comm, seed))
             results.append(dataclasses.asdict(result))
             parameters, batch, steps = run.parameters, run.recipe.batch, result.steps

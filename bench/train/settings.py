@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from commlib.consistency import make as make_rule
 from commlib.errors import unknown
 from commlib.pace import RateLimit
 from commlib.policy import policy_of
@@ -26,6 +27,7 @@ class Settings:
     Args:
         task: one of ``TASKS``.
         comms: codec specs, trained one after the other.
+        servers: rules of consistency, each trained with a parameter server, after them.
         seeds: each codec is trained once per seed.
         steps, epochs: length of a run, at most one of them.
         batch: examples per rank and step.
@@ -46,6 +48,7 @@ class Settings:
 
     task: str = "digits"
     comms: tuple[str, ...] = ("none",)
+    servers: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (0,)
     steps: int | None = None
     epochs: int | None = None
@@ -92,10 +95,29 @@ class Settings:
         except ValueError as e:
             raise BadInput(f"--{e}") from e
         _check_comms(self.comms)
+        self._check_servers()
         if self.checkpoint is not None and not self.resume:
             used = [p for c in self.comms for s in self.seeds if (p := run_path(self.checkpoint, c, s)).exists()]
             if used:
                 raise BadInput(f"{used[0]} already holds this run: add --resume, or name another --checkpoint folder")
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """What is trained, one after the other."""
+        return (*self.comms, *(f"server {rule}" for rule in self.servers))
+
+    def _check_servers(self) -> None:
+        for i, rule in enumerate(self.servers):
+            try:
+                make_rule(rule)
+            except ValueError as e:
+                raise BadInput(f"--server {rule}: {e}") from e
+            if rule in self.servers[:i]:
+                raise BadInput(f"--server {rule} is given twice")
+        for flag, on in (("--amp", self.amp), ("--limit", self.limit is not None), ("--hierarchy", self.hierarchy),
+                         ("--checkpoint", self.checkpoint is not None)):  # fmt: skip
+            if on and self.servers:
+                raise BadInput(f"{flag} goes with codecs, and not with --server")
 
     def recipe(self, task: Defaults, comm: str) -> Defaults:
         """How one codec is trained: the flags over the task's defaults; the same for every codec.

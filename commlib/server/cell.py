@@ -81,6 +81,7 @@ class Cell:
         self.optimizer = optimizer(self._parameters)
         self._made_with = {k: v for k, v in self.optimizer.param_groups[0].items() if k != "params"}
         self._options: Mapping[str, Any] = {}
+        self._threshold = threshold
         self._ledger: Ledger[_Given] = Ledger(workers, threshold)
         self._mean, self._number = mean, 0
 
@@ -162,6 +163,10 @@ class Cell:
             )
         self.values.copy_(values)
 
+    def observe(self, metric: float) -> None:
+        """Takes note of an evaluation's result, if the rule follows those."""
+        self._threshold.observe(metric)
+
     def join(self, worker: int, clock: int) -> None:
         """A worker comes, or comes back, and begins with the push of this stamp."""
         self._ledger.join(worker, clock)
@@ -188,6 +193,7 @@ class Cell:
             "values": self.values.clone(),
             "optimizer": copy.deepcopy(self.optimizer.state_dict()),
             "ledger": self._ledger.state_dict(),
+            "threshold": self._threshold.state_dict(),
             "number": self._number,
         }
 
@@ -206,6 +212,7 @@ class Cell:
         self.values.copy_(values)
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it keeps the tensors it is given
         self._ledger.load_state_dict(state["ledger"])
+        self._threshold.load_state_dict(state["threshold"])
         self._number = state["number"]
 
     def _apply(self, group: Mapping[int, _Given]) -> Applied:
@@ -240,7 +247,8 @@ class Cell:
     def _parts(self, row: Tensor) -> list[Tensor]:
         """Of the parameters in it: views of a row, (n,)."""
         return [
-            part.view(s) for part, s in zip(row.split([s.numel() for s in self._shapes]), self._shapes, strict=True)
+            part.view(s)
+            for part, s in zip(row.split_with_sizes([s.numel() for s in self._shapes]), self._shapes, strict=True)
         ]
 
 

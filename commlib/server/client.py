@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from commlib.server.messages import Ack, Message, Pull, Push, Send, Start, Values
+from commlib.server.messages import Ack, Message, Observe, Pull, Push, Send, Start, Values
 from commlib.server.view import View
 
 
@@ -79,6 +79,11 @@ class Client:
         self._values.pop(key, None)
         self._asked[key] = pull = Pull(self._view.number, key, self._rank, self.clock(key), within)
         return [self._to(key, pull)]
+
+    def observe(self, metric: float) -> list[Send]:
+        """Tells all shards what an evaluation gave."""
+        shards = {at[0] for at in self._view.places.values()} | {s for at in self._view.places.values() for s in at[1:]}
+        return [(shard, Observe(self._view.number, self._rank, float(metric))) for shard in sorted(shards)]
 
     def values(self, key: str) -> tuple[Tensor, Mapping[int, int]] | None:
         """What came of the last question, and whose pushes are in it; None as long as nothing has."""

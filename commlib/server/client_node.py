@@ -40,6 +40,8 @@ class ClientNode:
     def __init__(self, endpoint: Endpoint, client: Client, ranks: Mapping[str, int], timeout: float = 60.0) -> None:
         self._endpoint, self._client, self._timeout = endpoint, client, timeout
         self._ranks = dict(ranks)
+        self.sent = self.received = 0
+        """Bytes of messages, without what frames and transports add."""
         self._rows = Rows(endpoint, lambda rank, why: _log.debug("nobody to send to at rank %d: %s", rank, why))
         self._news = threading.Condition()
         self._error: CommlibError | None = None
@@ -89,6 +91,12 @@ class ClientNode:
         with self._news:
             self._check()
             self._put(self._client.pull(key, within))
+
+    def observe(self, metric: float) -> None:
+        """Tells all shards what an evaluation gave: accuracy or loss, as the rule wants it."""
+        with self._news:
+            self._check()
+            self._put(self._client.observe(metric))
 
     def values(self, key: str) -> tuple[Tensor, Mapping[int, int]]:
         """What comes of the last question, (n,), and how many pushes of each worker are in it.
@@ -171,6 +179,7 @@ class ClientNode:
         """What has come, and what there is room for."""
         try:
             frame = self._endpoint.recv(timeout=_SOON_S if self._rows else _SLICE_S)
+            self.received += sum(len(part) for part in frame.parts)
             message = unpack(frame.parts)
             if isinstance(message, Complaint):
                 raise ProtocolError(f"{self._name(frame.sender)}: {message.why}")
@@ -187,4 +196,6 @@ class ClientNode:
         for to, message in sends:
             assert isinstance(to, str)  # a client's messages are for shards
             if to in self._ranks:
-                self._rows.put(self._ranks[to], pack(message))
+                parts = pack(message)
+                self.sent += sum(len(part) for part in parts)
+                self._rows.put(self._ranks[to], parts)

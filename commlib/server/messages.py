@@ -101,6 +101,15 @@ class Replicated:
 
 
 @dataclasses.dataclass(frozen=True)
+class Observe:
+    """What an evaluation gave: accuracy or loss, for rules that follow the learning."""
+
+    view: int
+    worker: int
+    metric: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Complaint:
     """What a shard got of this rank makes no sense; why."""
 
@@ -108,6 +117,6 @@ class Complaint:
     why: str
 
 
-Message = Start | Push | Ack | Pull | Values | Replicate | Adopt | Replicated | Complaint
+Message = Start | Push | Ack | Pull | Values | Replicate | Adopt | Replicated | Observe | Complaint
 Send = tuple[str | int, Message]
 """To a shard, by name, or to a worker, by rank."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 
 from commlib.errors import CommlibError, ProtocolError
 from commlib.server.cell import Applied, Cell
-from commlib.server.messages import Ack, Adopt, Message, Pull, Push, Replicate, Replicated, Send, Start, Values
+from commlib.server.messages import Ack, Adopt, Message, Observe, Pull, Push, Replicate, Replicated, Send, Start, Values
 from commlib.server.view import View
 
 
@@ -94,6 +94,8 @@ class Shard:
                 return self._pull(message)
             if isinstance(message, Replicated) and self.owns(message.key):
                 return self._replicated(message)
+            if isinstance(message, Observe):
+                return self._observe(message.metric)
             if isinstance(message, Replicate | Adopt) and message.key in self._cells:
                 return self._follow(message)
         return []
@@ -142,6 +144,11 @@ class Shard:
         self._whole.add(start.key)
         answers = [send for worker in list(self._pulls[start.key]) for send in self._answer(start.key, worker)]
         return [*self._begin(start.key), *answers]
+
+    def _observe(self, metric: float) -> list[Send]:
+        for cell in self._cells.values():
+            cell.observe(metric)
+        return [send for key in self._cells for worker in list(self._pulls[key]) for send in self._answer(key, worker)]
 
     def _push(self, push: Push) -> list[Send]:
         cell = self._cells[push.key]

@@ -17,7 +17,7 @@ from typing import TypeVar
 from commlib.endpoint import Endpoint
 from commlib.errors import CommlibError, PeerLost, ProtocolError
 from commlib.frame import Buffer
-from commlib.server.messages import Ack, Complaint, Message, Pull, Push, Replicated, Send, Start
+from commlib.server.messages import Ack, Complaint, Message, Observe, Pull, Push, Replicated, Send, Start
 from commlib.server.roll import SHARD, WORKER, Epoch, Report
 from commlib.server.rows import Rows
 from commlib.server.shard import Shard
@@ -143,7 +143,7 @@ class ShardNode:
     def _check(self, sender: int, message: Message) -> None:
         """Nobody speaks for another."""
         names = {rank: name for name, rank in self._ranks.items()}
-        if isinstance(message, Push | Pull):
+        if isinstance(message, Push | Pull | Observe):
             if message.worker != sender:
                 raise ProtocolError(f"rank {sender} speaks for {WORKER} {message.worker}")
         elif isinstance(message, Start):

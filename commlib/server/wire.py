@@ -23,7 +23,19 @@ from commlib.buffers import from_buffer, to_buffer
 from commlib.errors import ProtocolError
 from commlib.frame import DTYPES, Buffer
 from commlib.server.cell import Applied
-from commlib.server.messages import Ack, Adopt, Complaint, Message, Pull, Push, Replicate, Replicated, Start, Values
+from commlib.server.messages import (
+    Ack,
+    Adopt,
+    Complaint,
+    Message,
+    Observe,
+    Pull,
+    Push,
+    Replicate,
+    Replicated,
+    Start,
+    Values,
+)
 
 _KINDS: tuple[type[Message], ...] = (
     Push,
@@ -35,9 +47,11 @@ _KINDS: tuple[type[Message], ...] = (
     Replicated,
     Complaint,
     Start,
+    Observe,
 )
 _TENSOR = 1
 _TEXT = 1024  # characters of a key, of a shard's name
+_LIST = 1 << 16  # entries: msgpack makes room for as many as a list says, before they come
 
 
 def pack(message: Message) -> tuple[Buffer, ...]:
@@ -69,7 +83,7 @@ def unpack(parts: Sequence[Buffer]) -> Message:
         raise ProtocolError(f"a message of the parameter server in {len(parts)} parts")
     tensors = _Tensors(parts[1] if len(parts) == 2 else b"")
     try:
-        found = msgpack.unpackb(parts[0], ext_hook=tensors.next, strict_map_key=False)
+        found = msgpack.unpackb(parts[0], ext_hook=tensors.next, strict_map_key=False, max_array_len=_LIST)
     except ProtocolError:
         raise
     except Exception as e:  # msgpack raises ValueError, its own and others; of bytes all mean the same
@@ -120,6 +134,10 @@ def _text(value: Any) -> str:
     return value if type(value) is str and len(value) <= _TEXT else _no(f"a text up to {_TEXT}")
 
 
+def _number(value: Any) -> float:
+    return value if type(value) is float else _no("a number")
+
+
 def _bool(value: Any) -> bool:
     return value if type(value) is bool else _no("true or false")
 
@@ -155,6 +173,7 @@ _READ: Mapping[str, Callable[[Any], object]] = {
     "int | None": _whole_or_none,
     "str": _text,
     "bool": _bool,
+    "float": _number,
     "Tensor": _row,
     "Tensor | None": _row_or_none,
     "Mapping[int, int]": _clocks,

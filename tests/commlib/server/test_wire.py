@@ -18,7 +18,19 @@ from commlib.consistency import BSP
 from commlib.errors import ProtocolError
 from commlib.frame import DTYPES
 from commlib.server.cell import Applied, Cell
-from commlib.server.messages import Ack, Adopt, Complaint, Message, Pull, Push, Replicate, Replicated, Start, Values
+from commlib.server.messages import (
+    Ack,
+    Adopt,
+    Complaint,
+    Message,
+    Observe,
+    Pull,
+    Push,
+    Replicate,
+    Replicated,
+    Start,
+    Values,
+)
 from commlib.server.wire import pack, unpack
 
 
@@ -46,6 +58,7 @@ MESSAGES: list[Message] = [
     Replicate(3, "w", Applied(4, {0: 1}, None, frozenset({0}))),
     Replicated(3, "w", 5, "shard 1"),
     Complaint(0, "its model is another"),
+    Observe(3, 1, 0.5),
     Adopt(3, "w", state(torch.optim.SGD)),
     Adopt(3, "w", state(torch.optim.AdamW)),
 ]
@@ -120,7 +133,7 @@ ROW = msgpack.ExtType(1, msgpack.packb(["float32", [2]]))
         ([b""], "cannot be read"),
         ([head(0, 1)[:-1]], "cannot be read"),
         ([head()], "of no kind"),
-        ([head(9)], "of no kind"),
+        ([head(10)], "of no kind"),
         ([head(True)], "of no kind"),
         ([msgpack.packb({})], "of no kind"),
         ([head(2, 0, "w", 1)], "a Pull of 3 fields, it has 5"),

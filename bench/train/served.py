@@ -1,0 +1,64 @@
+"""One rank trains with a parameter server once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+import commlib
+from commlib.consistency import make as make_rule
+
+from .evaluate import accuracy
+from .loop import Run, learning_rate, make_optimizer
+from .result import Result, Traffic
+from .tasks import BadInput, cross_entropy
+
+PREFIX = "server "
+_EVALUATE_EVERY, _EXAMPLES = 20, 256  # for rules that follow the learning
+
+
+class ServedRun(Run):
+    """As :class:`Run`, with shards that keep the model: ``spec`` is ``server`` and a rule of consistency."""
+
+    def train(self, on_step: Callable[[int, int], None]) -> Result:
+        """Train to the end.
+
+        Args:
+            on_step: called after every step with (steps done, steps in all).
+
+        Raises:
+            ReplicasDiffer: the ranks ended with different weights.
+            PeerLost: a rank or a shard is gone; which.
+        """
+        optimizer = make_optimizer(self.recipe, self.model)
+        total = self.shards.steps_until(self.settings.epochs) if self.settings.epochs else self.recipe.steps
+        rule = make_rule(self.spec.removeprefix(PREFIX))
+        self._observes = isinstance(rule, commlib.DTSSP) and self.rank == 0
+        try:
+            server = commlib.ParameterServer(self.model, optimizer, rule)
+        except ValueError as e:
+            raise BadInput(f"--server {rule}: {e}") from e
+        with server:
+            while self.step < total:
+                self._served_step(server, optimizer, total)
+                on_step(self.step, total)
+        values = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+        dense = round(2 * (self.ranks - 1) / self.ranks * values * self.step)
+        self.traffic = Traffic(wire=server.sent, dense=dense, steps=self.step)
+        return self._result()
+
+    def _served_step(self, server: commlib.ParameterServer, optimizer: torch.optim.Optimizer, total: int) -> None:
+        start = time.perf_counter()
+        rows = self.shards.next().to(self.device)
+        x, y = (t[rows] for t in self.task.train)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(self.recipe.lr, self.step, total)
+        optimizer.zero_grad()
+        cross_entropy(self.model(x), y).backward()  # type: ignore[no-untyped-call]
+        server.step()
+        self.step += 1
+        self.seconds.append(time.perf_counter() - start)
+        if self._observes and self.step % _EVALUATE_EVERY == 0:
+            server.observe(accuracy(self.model, self.task, _EXAMPLES))

@@ -59,6 +59,8 @@ def train(
             metavar="RULE", help="With a parameter server: bsp, ssp:3, asp, dtssp …; repeatable, beside --comm."
         ),
     ] = None,
+    step_time: Annotated[float, typer.Option(help="Seconds that each step takes besides: a slower device.")] = 0.0,
+    pauses: Annotated[float, typer.Option(help="Share of the steps that take ten times --step-time, by rank.")] = 0.0,
     servers_count: Annotated[int | None, typer.Option(help="sparse-logistic: servers. [2]")] = None,
     filters: Annotated[
         str | None, typer.Option(metavar="SPEC", help=f"sparse-logistic: filters each way, or none. [{sparse.FILTERS}]")
@@ -100,6 +102,8 @@ def train(
         checkpoint=checkpoint,
         every=checkpoint_every,
         resume=resume,
+        step_time=step_time,
+        pauses=pauses,
     )
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         result = _as_one_rank(settings, ranks)

@@ -45,6 +45,6 @@ def accuracy(model: nn.Module, task: Task, rows: int) -> float:
     """In percent, of the first so many test examples; of this rank alone."""
     x, y = (t[:rows] for t in task.test)
     model.eval()
-    hits = (model(x).argmax(-1) == y).sum().item()
+    hits = int((model(x).argmax(-1) == y).sum())
     model.train()
     return 100.0 * hits / len(y)

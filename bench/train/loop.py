@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import random
 import statistics
 import time
 import zlib
@@ -51,6 +52,8 @@ class Run:
         self.step = 0
         self.traffic = Traffic()
         self.seconds: list[float] = []
+        self.wall = 0.0
+        self._draw = random.Random(f"{seed} {self.rank}")
         self.levels: str | None = None
 
     @property
@@ -91,6 +94,7 @@ class Run:
         if self.settings.epochs:
             total = self.step + self.shards.steps_until(self.settings.epochs)
         before = self.traffic - Traffic.of(comm.stats(), self.model, self.step)
+        begun = time.perf_counter()
         while self.step < total:
             self._one_step(ddp, optimizer, scaler, total)
             on_step(self.step, total)
@@ -98,6 +102,7 @@ class Run:
             if self.folder is not None and due:
                 self.traffic = before + Traffic.of(comm.stats(), self.model, self.step)
                 self._save(self.folder, optimizer, scaler, comm)
+        self.wall = time.perf_counter() - begun
         self.traffic = before + Traffic.of(comm.stats(), self.model, self.step)
         comm.close()  # not after an error: it would wait for ranks that have none
         result = self._result()
@@ -132,6 +137,7 @@ class Run:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(self.recipe.lr, self.step, total)
         optimizer.zero_grad()
+        self._pause()
         with self._autocast():
             loss = cross_entropy(ddp(x), y)
         if scaler is None:
@@ -145,6 +151,11 @@ class Run:
             torch.cuda.synchronize(self.device)
         self.step += 1
         self.seconds.append(time.perf_counter() - start)
+
+    def _pause(self) -> None:
+        """What a slower device would take; now and then ten times as long."""
+        if self.settings.step_time:
+            time.sleep(self.settings.step_time * (10 if self._draw.random() < self.settings.pauses else 1))
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         dtype = torch.float16 if self.device.type == "cuda" else torch.bfloat16
@@ -164,6 +175,7 @@ class Run:
             replicas_equal=True,
             weights=weights,
             levels=self.levels,
+            seconds=self.wall,
         )
 
     # -- checkpoints ----------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def table(runs: Runs) -> Table:
     """Codecs as rows, what they cost and gave as columns."""
     t = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     t.add_column("comm", no_wrap=True)
-    for head in ("test\nacc %", "test\nloss", "ms\n/step", "bytes\n/step", "×", "big\nlayers ×"):
+    for head in ("test\nacc %", "test\nloss", "ms\n/step", "s in\nall", "bytes\n/step", "×", "big\nlayers ×"):
         t.add_column(head, justify="right", no_wrap=True)
     for s in summary(runs):
         t.add_row(
@@ -88,6 +88,7 @@ def table(runs: Runs) -> Table:
             Spread(**s["accuracy"]).show(2),
             Spread(**s["loss"]).show(3),
             _number(s["ms_per_step"], 1),
+            _number(s["seconds"], 1),
             _number(s["wire_bytes_per_step"], 0),
             _number(s["ratio"], 1),
             _number(s["big_ratio"], 1),
@@ -108,6 +109,7 @@ def _summary_of(comm: str, runs: Runs) -> dict[str, Any]:
         "accuracy": dataclasses.asdict(Spread.of([r["accuracy"] for r in runs])),
         "loss": dataclasses.asdict(Spread.of([r["loss"] for r in runs])),
         "ms_per_step": statistics.median(times) if times else None,
+        "seconds": statistics.median(r.get("seconds", 0.0) for r in runs),
         "wire_bytes_per_step": statistics.fmean(r["wire_bytes_per_step"] for r in runs),
         "ratio": statistics.fmean(r["ratio"] for r in runs),
         "big_ratio": None if runs[0]["big_ratio"] is None else statistics.fmean(r["big_ratio"] for r in runs),

@@ -78,6 +78,7 @@ class Result:
         replicas_equal: all ranks ended with the same bits (a run that did not raises instead).
         weights: SHA-256 of the final weights.
         levels: what became of a hierarchy; None if none was asked for.
+        seconds: wall time of all steps of rank 0 in this process, until its last was exchanged.
     """
 
     comm: str
@@ -94,3 +95,4 @@ class Result:
     replicas_equal: bool
     weights: str
     levels: str | None = None
+    seconds: float = 0.0

@@ -16,7 +16,7 @@ from .result import Result, Traffic
 from .tasks import BadInput, cross_entropy
 
 PREFIX = "server "
-_EVALUATE_EVERY, _EXAMPLES = 20, 256  # for rules that follow the learning
+_EVALUATIONS, _EXAMPLES = 30, 256  # for rules that follow the learning
 
 
 class ServedRun(Run):
@@ -35,15 +35,20 @@ class ServedRun(Run):
         optimizer = make_optimizer(self.recipe, self.model)
         total = self.shards.steps_until(self.settings.epochs) if self.settings.epochs else self.recipe.steps
         rule = make_rule(self.spec.removeprefix(PREFIX))
-        self._observes = isinstance(rule, commlib.DTSSP) and self.rank == 0
+        observes = isinstance(rule, commlib.DTSSP) and self.rank == 0
         try:
             server = commlib.ParameterServer(self.model, optimizer, rule)
         except ValueError as e:
             raise BadInput(f"--server {rule}: {e}") from e
+        begun, every = time.perf_counter(), max(1, total // _EVALUATIONS)
         with server:
             while self.step < total:
                 self._served_step(server, optimizer, total)
+                if observes and self.step % every == 0:
+                    server.observe(accuracy(self.model, self.task, _EXAMPLES))
                 on_step(self.step, total)
+            server.sync()
+            self.wall = time.perf_counter() - begun
         values = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
         dense = round(2 * (self.ranks - 1) / self.ranks * values * self.step)
         self.traffic = Traffic(wire=server.sent, dense=dense, steps=self.step)
@@ -56,9 +61,8 @@ class ServedRun(Run):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(self.recipe.lr, self.step, total)
         optimizer.zero_grad()
+        self._pause()
         cross_entropy(self.model(x), y).backward()  # type: ignore[no-untyped-call]
         server.step()
         self.step += 1
         self.seconds.append(time.perf_counter() - start)
-        if self._observes and self.step % _EVALUATE_EVERY == 0:
-            server.observe(accuracy(self.model, self.task, _EXAMPLES))

@@ -41,6 +41,8 @@ class Settings:
         checkpoint: folder; None writes no checkpoints.
         every: steps between checkpoints; None is only at the end.
         resume: go on from the checkpoints in the folder.
+        step_time: seconds that a step takes besides what it computes.
+        pauses: share of the steps, drawn by each rank, that take ten times as long.
 
     Raises:
         BadInput: a value that cannot be; the message names the flag.
@@ -67,6 +69,8 @@ class Settings:
     checkpoint: Path | None = None
     every: int | None = None
     resume: bool = False
+    step_time: float = 0.0
+    pauses: float = 0.0
 
     def __post_init__(self) -> None:
         _one_of("--task", self.task, TASKS)
@@ -94,6 +98,10 @@ class Settings:
             RateLimit.of(self.limit)
         except ValueError as e:
             raise BadInput(f"--{e}") from e
+        if not 0 <= self.step_time < float("inf"):
+            raise BadInput(f"--step-time is in seconds, 0 or more, got {self.step_time}")
+        if not 0 <= self.pauses <= 1 or (self.pauses and not self.step_time):
+            raise BadInput(f"--pauses is a share of the steps, with --step-time above 0; got {self.pauses}")
         _check_comms(self.comms)
         self._check_servers()
         if self.checkpoint is not None and not self.resume:

@@ -188,7 +188,7 @@ class _Dynamic:
         return {"value": self.value, "old": self._old}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.value, self._old = state["value"], state["old"]
+        self.value, self._old = state.get("value", self.value), state.get("old")
 
 
 @dataclasses.dataclass(frozen=True)

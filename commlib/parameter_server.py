@@ -20,6 +20,7 @@ from commlib.server.chunks import NBYTES
 from commlib.server.embedded import Embedded
 from commlib.server.job import GO_ON, Job
 from commlib.server.recipe import Recipe, recipes
+from commlib.server.saver import Snapshots
 from commlib.server.syncer import Syncer
 from commlib.server.worker import Terms, Worker
 
@@ -59,6 +60,9 @@ class ParameterServer:
         name: of the job where members meet.
         timeout: seconds that anything waits.
         patience: seconds of silence after which a member may be given up.
+        snapshots: folder in which embedded shards save their state; it must be the same for all machines.
+        snapshot_every: steps between two.
+        restore: go on from what is in that folder (:attr:`begun_at`).
         nbytes: of a chunk, at most.
         endpoint: how members are reached, an entry point of ``commlib.endpoints``.
 
@@ -87,6 +91,9 @@ class ParameterServer:
         name: str = "default",
         timeout: float = 300.0,
         patience: float = 10.0,
+        snapshots: str | None = None,
+        snapshot_every: int = 1000,
+        restore: bool = False,
         nbytes: int = NBYTES,
         endpoint: str = "zmq",
     ) -> None:
@@ -97,7 +104,10 @@ class ParameterServer:
         self._made_with, self._chosen = [dict(r.options) for r in found], chosen
         self._groups = _groups(optimizer, self._parameters)
         kind, _, each = servers.partition(":")
-        self._embedded = Embedded(_count(each or "1", servers), endpoint, timeout) if kind == "embedded" else None
+        saved = _saved(snapshots, snapshot_every, restore, kind)
+        self._embedded = (
+            Embedded(_count(each or "1", servers), endpoint, timeout, saved) if kind == "embedded" else None
+        )
         world, mine = _world(workers, rank)
         self._closed = False
         try:
@@ -131,6 +141,7 @@ class ParameterServer:
                 self._worker.client.begin(chunk.key, chunk.gather(flat).cpu().clone())
         self._syncer.ask()
         self._syncer.take()
+        self._begun_at = self._worker.begun_at
 
     def step(self) -> None:
         """Ends a step, in place of ``optimizer.step()``: what had no gradient has none in this step.
@@ -169,6 +180,11 @@ class ParameterServer:
         """
         self._check_open()
         self._worker.client.observe(metric)
+
+    @property
+    def begun_at(self) -> int:
+        """Steps that were done before, of a job that goes on from snapshots; else 0."""
+        return self._begun_at
 
     @property
     def sent(self) -> int:
@@ -240,6 +256,14 @@ def _count(given: str, servers: str) -> int:
     if not given.isdigit() or int(given) < 1:
         raise ValueError(f"servers is 'embedded', 'embedded:N' or 'HOST:PORT', got {servers!r}")
     return int(given)
+
+
+def _saved(folder: str | None, every: int, restore: bool, kind: str) -> Snapshots | None:
+    if restore and folder is None:
+        raise ValueError("restore=True needs snapshots: the folder that they are in")
+    if folder is not None and kind != "embedded":
+        raise ValueError("snapshots are the shards' to save, and these are elsewhere: commlib server run --snapshots")
+    return Snapshots(folder, every, restore) if folder is not None else None
 
 
 def _world(workers: int | None, rank: int | None) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 import commlib
 from commlib.server import meeting
+from commlib.server.saver import Snapshots
 from commlib.server.serve import serve
 
 TIMEOUT = 60.0
@@ -25,11 +26,18 @@ class Cluster:
         workers: that begin.
         endpoint: how members are reached.
         timeout: seconds that anything waits.
+        snapshots: where shards save their state.
         options: of every worker's :class:`commlib.ParameterServer`.
     """
 
     def __init__(
-        self, shards: int, workers: int, endpoint: str = "inproc", timeout: float = TIMEOUT, **options: Any
+        self,
+        shards: int,
+        workers: int,
+        endpoint: str = "inproc",
+        timeout: float = TIMEOUT,
+        snapshots: Snapshots | None = None,
+        **options: Any,
     ) -> None:
         self._store = meeting.keep("127.0.0.1")
         self.address = f"127.0.0.1:{self._store.port}"
@@ -40,15 +48,18 @@ class Cluster:
         self.ends: list[str] = []
         """Why each shard has ended."""
         for _ in range(shards):
-            self.shard()
+            self.shard(snapshots)
 
-    def shard(self) -> threading.Event:
+    def shard(self, snapshots: Snapshots | None = None) -> threading.Event:
         """One more comes; what it returns makes it leave."""
         stop = threading.Event()
 
         def run() -> None:
             try:
-                self.ends.append(serve(self.address, endpoint=self._endpoint, timeout=self._timeout, stop=stop))
+                why = serve(
+                    self.address, endpoint=self._endpoint, timeout=self._timeout, snapshots=snapshots, stop=stop
+                )
+                self.ends.append(why)
             except commlib.CommlibError as e:
                 self.ends.append(f"{type(e).__name__}: {e}")
 

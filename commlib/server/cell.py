@@ -203,6 +203,16 @@ class Cell:
         Raises:
             ValueError: values of another shape or dtype.
         """
+        self.resume(state)
+        self._ledger.load_state_dict(state["ledger"])
+        self._number = state["number"]
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """The values and the optimizer as they were; its workers, and their clocks, begin anew.
+
+        Raises:
+            ValueError: values of another shape or dtype.
+        """
         values: Tensor = state["values"]
         if values.shape != self.values.shape or values.dtype != self.values.dtype:
             raise ValueError(
@@ -211,9 +221,7 @@ class Cell:
             )
         self.values.copy_(values)
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it keeps the tensors it is given
-        self._ledger.load_state_dict(state["ledger"])
-        self._threshold.load_state_dict(state["threshold"])
-        self._number = state["number"]
+        self._threshold.load_state_dict(state.get("threshold", {}))
 
     def _apply(self, group: Mapping[int, _Given]) -> Applied:
         gradients = [given.gradient for given in group.values() if given.gradient is not None]

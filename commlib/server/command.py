@@ -12,6 +12,7 @@ import typer
 
 from commlib.errors import CommlibError
 from commlib.server import meeting
+from commlib.server.saver import Snapshots
 from commlib.server.serve import serve
 
 app = typer.Typer(
@@ -42,9 +43,15 @@ def run(
     job: JobName = "default",
     endpoint: Annotated[str, typer.Option(help="How members are reached.")] = "zmq",
     timeout: Annotated[float, typer.Option(help="Seconds that anything waits.")] = 60.0,
+    snapshots: Annotated[str | None, typer.Option(metavar="FOLDER", help="Save the state there, now and then.")] = None,
+    every: Annotated[int, typer.Option(help="Steps between snapshots.")] = 1000,
+    restore: Annotated[bool, typer.Option("--restore", help="Go on from the snapshots in the folder.")] = False,
     embedded: Annotated[bool, typer.Option("--embedded", hidden=True)] = False,
 ) -> None:
     """Be a shard, until the job is over. Ctrl-C hands over what it has, where another shard is there to take it."""
+    if restore and snapshots is None:
+        raise ValueError("--restore needs --snapshots FOLDER")
+    saved = Snapshots(snapshots, every, restore) if snapshots else None
     stop = _stopping()
 
     def ready(name: str) -> None:
@@ -52,9 +59,8 @@ def run(
             print(f"{name} waits for a job at {at}", flush=True)
 
     try:
-        why = serve(
-            at, job=job, endpoint=endpoint, wait=timeout if embedded else None, timeout=timeout, stop=stop, ready=ready
-        )
+        wait = timeout if embedded else None
+        why = serve(at, job=job, endpoint=endpoint, wait=wait, timeout=timeout, snapshots=saved, stop=stop, ready=ready)
     except CommlibError:
         if embedded:  # the workers say what is wrong; that they have gone is no news
             raise typer.Exit(1) from None

@@ -20,6 +20,7 @@ from commlib.errors import CommlibError, PeerLost
 from commlib.exchange.item import World
 from commlib.handshake import store_of, wait_for_all
 from commlib.server import meeting
+from commlib.server.saver import Snapshots
 from commlib.where import address_of, address_towards, machine, store_host
 
 _GRACE_S = 10.0
@@ -32,6 +33,7 @@ class Embedded:
         each: shards on each machine.
         endpoint: how members are reached.
         timeout: seconds that anything waits.
+        snapshots: where shards save their state; a folder that all machines see.
 
     Attributes:
         address: where members meet.
@@ -44,7 +46,7 @@ class Embedded:
         CommlibError: nobody could meet here.
     """
 
-    def __init__(self, each: int, endpoint: str, timeout: float) -> None:
+    def __init__(self, each: int, endpoint: str, timeout: float, snapshots: Snapshots | None = None) -> None:
         self._children: list[subprocess.Popen[bytes]] = []
         self._store: c10d.TCPStore | None = None
         world = World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else World(0, 1)
@@ -61,7 +63,7 @@ class Embedded:
             raise PeerLost(f"rank 0 has not said for {timeout:g} s where the parameter server's members meet")
         self.address = shared.get(f"{key}/at").decode()
         if machines.index(machines[world.rank]) == world.rank:  # the first of its machine
-            self._children = [_start(self.address, self.name, endpoint, timeout) for _ in range(each)]
+            self._children = [_start(self.address, self.name, endpoint, timeout, snapshots) for _ in range(each)]
 
     def check(self) -> None:
         """That the shards started here run.
@@ -118,10 +120,15 @@ def _named(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _start(address: str, name: str, endpoint: str, timeout: float) -> subprocess.Popen[bytes]:
+def _start(
+    address: str, name: str, endpoint: str, timeout: float, snapshots: Snapshots | None
+) -> subprocess.Popen[bytes]:
     """A shard that outlives what becomes of this worker, and ends when the job is over or the meeting place gone."""
     command = [sys.executable, "-m", "commlib", "server", "run", "--at", address, "--job", name, "--embedded"]
     command += ["--endpoint", endpoint, "--timeout", str(timeout)]
+    if snapshots is not None:
+        command += ["--snapshots", snapshots.folder, "--every", str(snapshots.every)]
+        command += ["--restore"] * snapshots.restore
     env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("COMMLIB_SERVER_THREADS", "1")}
     # A session of its own: Ctrl-C is the workers' to see, who leave in order then.
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=env, start_new_session=True)

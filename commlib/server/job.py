@@ -89,6 +89,13 @@ class Job:
         """The same for jobs that are the same."""
         return hashlib.blake2b(self.pack(), digest_size=8).hexdigest()
 
+    @property
+    def model(self) -> str:
+        """The same for jobs whose snapshots fit: of the same parameters, optimizers and chunks."""
+        kinds = [_name(recipe.kind) for recipe in self.recipes]
+        told = msgpack.packb([dict(self.parameters), dict(self.chosen), kinds, self.nbytes])
+        return hashlib.blake2b(told, digest_size=8).hexdigest()
+
     def pack(self) -> bytes:
         """As bytes; there is no pickle in them."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

@@ -8,6 +8,7 @@
                              shard that hands over first what it has; "left", its last
     view                     <number>:<who made it>, changed by compare-and-set only; view/<that> is it
     wanted, report/<n>/<id>  that view n is to be made; what a shard has, for who makes it
+    begun                    steps that were done before, of a job that goes on from snapshots
     over                     why everything has ended
 
 Ordering: a view is written before it becomes the newest, and there is one newest: of two that are made at the same
@@ -191,6 +192,14 @@ class Roll:
                 whole, clock = msgpack.unpackb(self._store.get(f"report/{number}/{i}"))
                 found[i] = Report(frozenset(whole), clock)
         return found
+
+    def begin_at(self, step: int) -> int:
+        """Says how many steps the job has done before; returns what was said first."""
+        return int(self._store.compare_set("begun", "", str(step)))
+
+    def begun_at(self) -> int:
+        """How many steps the job had done before it began anew."""
+        return int(self._store.get("begun")) if self._store.check(["begun"]) else 0
 
     # -- the end --------------------------------------------------------------------------------
 

@@ -12,11 +12,14 @@ from collections.abc import Callable
 import torch
 
 from commlib.doors import door
+from commlib.endpoint import Endpoint
 from commlib.errors import CommlibError
 from commlib.server import meeting
+from commlib.server.cell import Cell
 from commlib.server.job import Job
 from commlib.server.member import Membership
-from commlib.server.roll import SHARD, Epoch, Roll
+from commlib.server.roll import LEFT, SHARD, Epoch, Member, Roll
+from commlib.server.saver import Saver, Snapshots
 from commlib.server.shard import Shard
 from commlib.server.shard_node import ShardNode
 
@@ -35,6 +38,7 @@ def serve(
     endpoint: str = "zmq",
     wait: float | None = None,
     timeout: float = 60.0,
+    snapshots: Snapshots | None = None,
     stop: threading.Event | None = None,
     ready: Callable[[str], None] = lambda name: None,
 ) -> str:
@@ -46,6 +50,7 @@ def serve(
         endpoint: how they are reached, an entry point of ``commlib.endpoints``.
         wait: seconds that a job may take to begin; None: any time.
         timeout: seconds that anything else waits.
+        snapshots: where the state is saved; None: nowhere.
         stop: when it is set, the shard hands over what it has, as far as others are there to take it, and ends.
         ready: is told the shard's name once it can be seen.
 
@@ -61,31 +66,52 @@ def serve(
         try:
             begun = _await(lambda: _begun(roll), wait, stop)
         except Stopped:
-            roll.beat(me.id, "left")
+            roll.beat(me.id, LEFT)
             return "it was stopped before the job began"
-        task, name, epoch = begun
-        chunks = task.chunks
-        shard = Shard(me.name, epoch.view, lambda key: task.cell(chunks[key], epoch.view.workers), started=False)
-        node = ShardNode(mine, shard, {m.name: i for i, m in epoch.of(SHARD).items()}, timeout)
-        over: list[str] = []
-        member = Membership(
-            roll,
-            me,
-            task,
-            epoch,
-            name=name,
-            on_epoch=node.change,
-            on_over=over.append,
-            report=node.report,
-        )
-        node.connect(epoch)  # before it answers anybody
-        node.start()
-        member.start()
-        try:
-            _until_over(over, stop, member, timeout)
-        finally:
-            member.stop()
-            node.stop()
+        return _serve_job(roll, mine, me, *begun, snapshots, stop, timeout)
+
+
+def _serve_job(
+    roll: Roll,
+    mine: Endpoint,
+    me: Member,
+    job: Job,
+    name: str,
+    epoch: Epoch,
+    snapshots: Snapshots | None,
+    stop: threading.Event,
+    timeout: float,
+) -> str:
+    saver = Saver(snapshots, job, me.name) if snapshots else None
+    try:
+        states = saver.begin(roll, fresh=me.id in epoch.members) if saver else None
+    except CommlibError as e:
+        roll.end(f"{me.name} cannot begin: {e}")
+        raise
+    chunks = job.chunks
+
+    def cell(key: str) -> Cell:
+        made = job.cell(chunks[key], epoch.view.workers)
+        if states is not None:
+            made.resume(states[key])
+        return made
+
+    shard = Shard(me.name, epoch.view, cell, started=states is not None, keeper=saver.keeper if saver else None)
+    node = ShardNode(mine, shard, {m.name: i for i, m in epoch.of(SHARD).items()}, timeout)
+    over: list[str] = []
+    member = Membership(roll, me, job, epoch, name=name, on_epoch=node.change, on_over=over.append, report=node.report)
+    node.connect(epoch)  # before it answers anybody
+    node.start()
+    member.start()
+    try:
+        while not over and not stop.wait(_LOOK_S):
+            if saver is not None:
+                saver.save(node)
+        if not over:
+            _leave(over, member, timeout)
+    finally:
+        member.stop()
+        node.stop()
     return over[0] if over else "it was stopped"
 
 
@@ -123,11 +149,7 @@ def _await(
             raise CommlibError(f"the job has not begun for {wait:g} s: not all workers came")
 
 
-def _until_over(over: list[str], stop: threading.Event, member: Membership, timeout: float) -> None:
-    while not over and not stop.wait(_LOOK_S):
-        pass
-    if over:
-        return
+def _leave(over: list[str], member: Membership, timeout: float) -> None:
     member.leave()
     end = time.monotonic() + timeout
     while not over and time.monotonic() < end:

@@ -15,9 +15,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from commlib.errors import CommlibError, ProtocolError
 from commlib.server.cell import Applied, Cell
+from commlib.server.keeper import Keeper
 from commlib.server.messages import Ack, Adopt, Message, Observe, Pull, Push, Replicate, Replicated, Send, Start, Values
 from commlib.server.view import View
 
@@ -38,10 +40,19 @@ class Shard:
         view: the first.
         cell: makes a key's, as it is before any push.
         started: its values are what they are to begin with; else somebody will say.
+        keeper: is told of every update of what it owns, for snapshots.
     """
 
-    def __init__(self, name: str, view: View, cell: Callable[[str], Cell], *, started: bool = True) -> None:
-        self.name, self._make = name, cell
+    def __init__(
+        self,
+        name: str,
+        view: View,
+        cell: Callable[[str], Cell],
+        *,
+        started: bool = True,
+        keeper: Keeper | None = None,
+    ) -> None:
+        self.name, self._make, self._keeper = name, cell, keeper
         self._view = view
         self._cells = {key: cell(key) for key, at in view.places.items() if name in at}
         self._whole = set(self._cells if started else ())  # not those that are yet to be adopted, or to start
@@ -70,6 +81,11 @@ class Shard:
     def clock(self) -> int:
         """The highest that any worker has had: a new one may begin there, and has pushed nothing of it yet."""
         return max((cell.furthest for cell in self._cells.values()), default=0)
+
+    @property
+    def due(self) -> tuple[int, dict[str, dict[str, Any]]] | None:
+        """What is to be saved now (:meth:`~commlib.server.keeper.Keeper.due`)."""
+        return self._keeper.due([key for key in self._cells if self.owns(key)]) if self._keeper else None
 
     def owns(self, key: str) -> bool:
         """Whether it is a key's owner."""
@@ -168,6 +184,8 @@ class Shard:
         return [*sends, *self._settled(push.key)]
 
     def _owe(self, key: str, applied: list[Applied]) -> None:
+        if applied and self._keeper is not None:
+            self._keeper.note(key, self._cells[key])
         for each in applied:
             for worker, stamp in each.stamps.items():
                 self._owed[key].append(_Owed(each.number + 1, self._ack(key, worker, stamp, worker in each.refused)))

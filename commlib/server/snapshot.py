@@ -3,56 +3,32 @@
 ::
 
     FOLDER/<shard>-<number>.snapshot    in the shard's name, %xx for what is no letter, digit, "_", "-" or "~"
-
-    b"cml-snap"  version (1 byte)  lengths of head and tensors (2 × u64, big-endian)
-    head         msgpack [shard, number, about, cells]; a tensor is an extension: [dtype, shape]
-    tensors      their bytes, in that order, one behind the other
-    blake2b      32 bytes: of all before it; in every version the last
-
-There is no pickle: what is read is numbers, texts, lists and maps of these, and tensors, which are together as large as
-the file. A tuple comes back as a list, as it does over the wire; torch's optimizers take both.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
-import math
 import os
 import re
 import shutil
-import struct
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
-import msgpack
-import torch
-from torch import Tensor
-
-from commlib.buffers import from_buffer, to_buffer
 from commlib.errors import CheckpointMismatch, CommlibError
-from commlib.frame import DTYPES, Buffer
+from commlib.frame import Buffer
+from commlib.server.stored import OtherVersion, Torn, pack, unpack
 
 _log = logging.getLogger("commlib")
-_MAGIC, _VERSION = b"cml-snap", 1
-_START = struct.Struct(">8sBQQ")
-_DIGEST = 32
-_TENSOR = 1
-_LIST = 1 << 12  # msgpack makes room for what a list claims: nested 1000 deep, these are 32 MB at most
 _LOOKS = 20  # at a folder whose files go while they are read
 _FILE = re.compile(r"(?P<shard>[\w%~-]+)-(?P<number>[0-9]{1,19})\.snapshot(?P<part>\.[0-9a-f]{32}\.part)?", re.ASCII)
 
 
 class SnapshotFailed(CommlibError):
     """A snapshot that cannot be written, or none that can be read; it says which, why, and what to do."""
-
-
-class _Torn(Exception):
-    """What is wrong with a file."""
 
 
 class Loaded(NamedTuple):
@@ -99,13 +75,7 @@ def save(
     name, folder = _name(shard, number), Path(folder)
     if not shard or len(name) > 200:  # of 255 that a file's name may have, with the rest of a temporary one's
         raise ValueError(f"a shard's name must have 1 to some 150 letters, got {shard!r:.80}")
-    wrong = [key for key, state in cells.items() if not _is_state(state)]
-    if wrong:
-        raise ValueError(f"what is to be saved as {wrong[0]!r} is not what Cell.state_dict() gives")
-    tensors: list[Tensor] = []
-    head = msgpack.packb([shard, number, _plain(about, "about", tensors), _plain(cells, "cells", tensors)])
-    rows = [to_buffer(t.view(-1)) for t in tensors if t.numel()]
-    parts: list[Buffer] = [_START.pack(_MAGIC, _VERSION, len(head), sum(map(len, rows))), head, *rows]
+    parts = pack(shard, number, about, cells)
     try:
         if not folder.is_dir():
             folder.mkdir(parents=True)
@@ -118,18 +88,26 @@ def save(
         free = shutil.disk_usage(folder).free if folder.is_dir() else "no"
         raise SnapshotFailed(
             f"no snapshot of shard {shard!r} could be written to {folder}: {e.strerror}. It needs "
-            f"{sum(map(len, parts)) + _DIGEST} bytes, {free} are free: make room or take another folder; old ones stay"
+            f"{sum(map(len, parts))} bytes, {free} are free: make room or take another folder; old ones stay"
         ) from e
     _tidy(folder, shard, keep)
     return folder / name
 
 
-def load(folder: str | os.PathLike[str], shard: str | None = None) -> Loaded:
+def numbers(folder: str | os.PathLike[str]) -> set[int]:
+    """Of all snapshots there; none if there is no folder."""
+    with contextlib.suppress(OSError):
+        return set[int]().union(*_files(Path(folder))[0].values())
+    return set()
+
+
+def load(folder: str | os.PathLike[str], shard: str | None = None, at: int | None = None) -> Loaded:
     """The newest whole snapshot of every shard, as one. Of a key that several have, the state with the most updates.
 
     Args:
         folder: where they are; it may be one that is being saved to.
         shard: only this one's.
+        at: only those of this number, and of shards that have one.
 
     Raises:
         SnapshotFailed: there are none, or none of some shard's is whole: which files, and why.
@@ -137,15 +115,15 @@ def load(folder: str | os.PathLike[str], shard: str | None = None) -> Loaded:
     """
     for _ in range(_LOOKS):
         with contextlib.suppress(FileNotFoundError):  # a newer one came, and this one went: look again
-            return _load(Path(folder), shard)
-    raise SnapshotFailed(
-        f"snapshots in {os.fspath(folder)} go while they are read: stop what saves there, or keep more"
-    )
+            return _load(Path(folder), shard, at)
+    raise SnapshotFailed(f"snapshots in {os.fspath(folder)} go while they are read: stop what saves there")
 
 
-def _load(folder: Path, shard: str | None) -> Loaded:
+def _load(folder: Path, shard: str | None, at: int | None) -> Loaded:
     try:
         files, _ = _files(folder)
+        if at is not None:
+            files = {name: {at: paths[at]} for name, paths in files.items() if at in paths}
     except OSError as e:
         raise SnapshotFailed(f"no snapshots can be read in {folder}: {e.strerror}; it must be what was saved to") from e
     if not files or shard not in (None, *files):
@@ -169,11 +147,13 @@ def _newest(folder: Path, shard: str, files: Mapping[int, Path]) -> tuple[Path, 
     torn = []
     for number, path in sorted(files.items(), reverse=True):
         try:
-            return path, *_unpacked(path, shard, number)
-        except (SnapshotFailed, FileNotFoundError):
+            return path, *unpack(memoryview(path.read_bytes()), shard, number)
+        except FileNotFoundError:
             raise
+        except OtherVersion as e:
+            raise SnapshotFailed(f"{path} has {e}") from e
         except Exception as e:  # msgpack and torch raise many; of bytes all mean the same
-            why = str(e) if isinstance(e, _Torn | OSError) else f"it makes no sense ({type(e).__name__})"
+            why = str(e) if isinstance(e, Torn | OSError) else f"it makes no sense ({type(e).__name__})"
             _log.warning("snapshot %s is passed over: %s", path, why)
             torn.append(f"{path.name}: {why}")
     raise SnapshotFailed(
@@ -215,13 +195,10 @@ def _tidy(folder: Path, shard: str, keep: int) -> None:
 
 def _write(folder: Path, name: str, parts: list[Buffer]) -> None:
     part = folder / f"{name}.{uuid.uuid4().hex}.part"
-    digest = hashlib.blake2b(digest_size=_DIGEST)
     try:
         with part.open("xb") as file:
             for each in parts:
-                digest.update(each)
                 file.write(each)
-            file.write(digest.digest())
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, folder / name)
@@ -237,63 +214,3 @@ def _sync(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _plain(value: Any, where: str, tensors: list[Tensor]) -> object:
-    """As msgpack has it; its tensors go to the end of the list."""
-    if isinstance(value, Mapping) and all(isinstance(key, int | str) for key in value):
-        return {key: _plain(each, f"{where}[{key!r}]", tensors) for key, each in value.items()}
-    if isinstance(value, list | tuple) and len(value) <= _LIST:
-        return [_plain(each, f"{where}[{i}]", tensors) for i, each in enumerate(value)]
-    if isinstance(value, Tensor) and value.layout == torch.strided and (name := str(value.dtype)[6:]) in DTYPES:
-        tensors.append(value.detach().cpu().contiguous())
-        return msgpack.ExtType(_TENSOR, msgpack.packb([name, list(value.shape)]))
-    if value is None or isinstance(value, float | str) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 64):
-        return value
-    what = f"number of up to 64 bits, text, dense tensor, list of up to {_LIST}, or map of these by texts and numbers"
-    raise TypeError(f"{where} cannot be saved: {type(value).__name__} {value!r:.60} is no {what}")
-
-
-def _is_state(state: Any) -> bool:
-    """Whether it is what ``Cell.state_dict`` gives."""
-    with contextlib.suppress(KeyError, TypeError, AttributeError):
-        values, ledger, optimizer = state["values"], state["ledger"], state["optimizer"]
-        clocks = (state["number"], ledger["furthest"], *ledger["included"], *ledger["included"].values())
-        good = optimizer.keys() >= {"state", "param_groups"} and all(type(n) is int and n >= 0 for n in clocks)
-        return isinstance(values, Tensor) and values.dim() == 1 and good
-    return False
-
-
-def _unpacked(path: Path, shard: str, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What it is about, and its cells. Raises what may be raised of bytes: anything."""
-    data = memoryview(path.read_bytes())
-    if len(data) < _START.size + _DIGEST:
-        raise _Torn(f"it is cut off after {len(data)} bytes")
-    magic, version, head, held = _START.unpack_from(data)
-    due = _START.size + head + held + _DIGEST
-    if magic == _MAGIC and version == _VERSION and len(data) != due:
-        raise _Torn(f"it has {len(data)} bytes, and should have {due}")
-    if magic != _MAGIC or hashlib.blake2b(data[:-_DIGEST], digest_size=_DIGEST).digest() != data[-_DIGEST:]:
-        raise _Torn("its checksum is wrong")
-    if version != _VERSION:
-        raise SnapshotFailed(f"{path} has version {version}, this commlib reads {_VERSION}: take that which wrote it")
-    rest = data[_START.size + head : -_DIGEST]
-
-    def tensor(code: int, given: bytes) -> Tensor:
-        nonlocal rest
-        name, shape = msgpack.unpackb(given)
-        if code != _TENSOR or name not in DTYPES or not all(type(n) is int and n >= 0 for n in shape):
-            raise _Torn("a tensor's dtype or shape is none")
-        nbytes = math.prod(shape) * DTYPES[name]
-        if nbytes > len(rest):
-            raise _Torn(f"a tensor has {nbytes} bytes, of which {len(rest)} are there")
-        own, rest, dtype = bytearray(rest[:nbytes]), rest[nbytes:], getattr(torch, name)
-        return from_buffer(own, dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype)
-
-    packed = data[_START.size : -held - _DIGEST]
-    name, its, about, cells = msgpack.unpackb(packed, ext_hook=tensor, strict_map_key=False, max_array_len=_LIST)
-    if (name, its) != (shard, number) or rest:
-        raise _Torn(f"it is snapshot {its!r:.40} of shard {name!r:.80}, with {len(rest)} bytes that no tensor needs")
-    if not all(map(_is_state, cells.values())) or not all(type(key) is str for key in (*about, *cells)):
-        raise _Torn("it has what are no states of cells")
-    return about, cells

@@ -89,6 +89,11 @@ class Worker:
         return self._terms.rank == 0
 
     @property
+    def begun_at(self) -> int:
+        """Steps that the job had done before, if it goes on from snapshots."""
+        return self._roll.begun_at()
+
+    @property
     def client(self) -> ClientNode:
         """What pushes and pulls."""
         assert self._client is not None

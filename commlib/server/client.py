@@ -41,6 +41,11 @@ class Client:
         """Pushes."""
         return sum(map(len, self._kept.values()))
 
+    @property
+    def furthest(self) -> int:
+        """Its clock of the key that it has pushed most."""
+        return max(self._due.values(), default=0)
+
     def clock(self, key: str) -> int:
         """How often it has pushed a key; and before it came, others."""
         return self._due[key]

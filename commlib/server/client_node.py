@@ -124,6 +124,12 @@ class ClientNode:
         """Pushes that were not finite."""
         return len(self._client.refused)
 
+    def status(self) -> dict[str, Any]:
+        """How it is doing, for people."""
+        with self._news:
+            waiting = self._client.unacknowledged
+            return {"clock": self._client.furthest, "waiting": waiting, "sent": self.sent, "received": self.received}
+
     def change(self, epoch: Epoch) -> None:
         """A new view, in which this worker is."""
         shards = epoch.of(SHARD)

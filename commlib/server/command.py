@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import threading
@@ -12,8 +13,10 @@ import typer
 
 from commlib.errors import CommlibError
 from commlib.server import meeting
+from commlib.server.roll import Roll
 from commlib.server.saver import Snapshots
 from commlib.server.serve import serve
+from commlib.server.status import look, show
 
 app = typer.Typer(
     help="Shards of a parameter server, and the place where they and the workers meet.",
@@ -67,6 +70,18 @@ def run(
         raise
     if not embedded:
         print(f"it is over: {why}", file=sys.stderr)
+
+
+@app.command()
+def status(
+    at: At = f"127.0.0.1:{meeting.PORT}",
+    job: JobName = "default",
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for the meeting place.")] = 5.0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Who takes part in a job, how far each is, and what was sent."""
+    found = look(Roll(meeting.visit(at, job, timeout), timeout))
+    print(json.dumps(found)) if as_json else show(found, at, job)
 
 
 def _stopping() -> threading.Event:

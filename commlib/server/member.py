@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from commlib.errors import CommlibError
 from commlib.server.council import Over, Seen, Want, decide
@@ -22,6 +23,7 @@ from commlib.server.roll import LEAVING, LEFT, SHARD, Epoch, Member, Report, Rol
 _log = logging.getLogger("commlib")
 _LOOKS = 16  # in the time that a member may be silent
 _SLOWEST_S = 0.25
+_TOLD_EVERY = 4  # looks
 
 
 class Membership:
@@ -36,6 +38,7 @@ class Membership:
         on_epoch: is told of each newer one.
         on_over: is told why everything has ended, or is not to be had any more; once, and nothing comes after it.
         report: what this shard has, if it has the view of so many; None of a worker, or if it has not.
+        status: how it is doing, for people.
     """
 
     def __init__(
@@ -49,10 +52,11 @@ class Membership:
         on_epoch: Callable[[Epoch], None],
         on_over: Callable[[str], None],
         report: Callable[[int], Report | None],
+        status: Callable[[], Mapping[str, Any]],
     ) -> None:
         self._roll, self._me, self._job = roll, me, job
         self._epoch, self._name = epoch, name
-        self._on_epoch, self._on_over, self._report = on_epoch, on_over, report
+        self._on_epoch, self._on_over, self._report, self._status = on_epoch, on_over, report, status
         self._nbytes = {key: chunk.nbytes for key, chunk in job.chunks.items()}
         self._interval = min(_SLOWEST_S, job.patience / _LOOKS)
         self._places: dict[int, Member] = {}
@@ -102,6 +106,8 @@ class Membership:
         over = self._roll.over()
         if over is not None:
             return over
+        if self._beats % _TOLD_EVERY == 1:
+            self._roll.tell(self._me.id, {"view": self._epoch.view.number, **self._status()})
         name = self._roll.newest()
         if name != self._name:
             self._name, self._epoch = name, self._roll.epoch(name)

@@ -6,6 +6,7 @@
     members, member/<i>      how many came so far; who the i-th is
     beat/<id>                what a member last said, another word each time: a number; "leaving" and a number, of a
                              shard that hands over first what it has; "left", its last
+    status/<id>              how a member is doing, for people
     view                     <number>:<who made it>, changed by compare-and-set only; view/<that> is it
     wanted, report/<n>/<id>  that view n is to be made; what a shard has, for who makes it
     begun                    steps that were done before, of a job that goes on from snapshots
@@ -149,6 +150,15 @@ class Roll:
         asked = list(ids)
         words = self._store.multi_get([f"beat/{i}" for i in asked]) if asked else []
         return {i: word.decode() for i, word in zip(asked, words, strict=True)}
+
+    def tell(self, id: int, status: Mapping[str, Any]) -> None:
+        """How this member is doing, for people: plain values."""
+        self._store.set(f"status/{id}", msgpack.packb(dict(status)))
+
+    def told(self, ids: Iterable[int]) -> dict[int, dict[str, Any]]:
+        """What members told of themselves last."""
+        found = [i for i in ids if self._store.check([f"status/{i}"])]
+        return {i: msgpack.unpackb(self._store.get(f"status/{i}"), strict_map_key=False) for i in found}
 
     # -- views ----------------------------------------------------------------------------------
 

@@ -99,7 +99,17 @@ def _serve_job(
     shard = Shard(me.name, epoch.view, cell, started=states is not None, keeper=saver.keeper if saver else None)
     node = ShardNode(mine, shard, {m.name: i for i, m in epoch.of(SHARD).items()}, timeout)
     over: list[str] = []
-    member = Membership(roll, me, job, epoch, name=name, on_epoch=node.change, on_over=over.append, report=node.report)
+    member = Membership(
+        roll,
+        me,
+        job,
+        epoch,
+        name=name,
+        on_epoch=node.change,
+        on_over=over.append,
+        report=node.report,
+        status=node.status,
+    )
     node.connect(epoch)  # before it answers anybody
     node.start()
     member.start()

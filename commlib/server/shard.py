@@ -83,6 +83,12 @@ class Shard:
         return max((cell.furthest for cell in self._cells.values()), default=0)
 
     @property
+    def clocks(self) -> dict[int, int]:
+        """Worker → its pushes that are in all that this shard owns."""
+        cells = [cell for key, cell in self._cells.items() if self.owns(key)]
+        return {w: min((cell.included.get(w, 0) for cell in cells), default=0) for w in self._view.workers}
+
+    @property
     def due(self) -> tuple[int, dict[str, dict[str, Any]]] | None:
         """What is to be saved now (:meth:`~commlib.server.keeper.Keeper.due`)."""
         return self._keeper.due([key for key in self._cells if self.owns(key)]) if self._keeper else None

@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from commlib.endpoint import Endpoint
 from commlib.errors import CommlibError, PeerLost, ProtocolError
@@ -43,6 +43,8 @@ class ShardNode:
         self._endpoint, self._shard, self._seconds = endpoint, shard, seconds
         self._ranks = dict(ranks)
         self._rows = Rows(endpoint, self._nobody)
+        self.sent = self.received = 0
+        """Bytes of messages, without what frames and transports add."""
         self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._error: CommlibError | None = None
@@ -98,6 +100,18 @@ class ShardNode:
         """What the shard has, if it has the view of this number."""
         return self.call(lambda s: Report(s.whole, s.clock) if s.view.number == number else None)
 
+    def status(self) -> dict[str, Any]:
+        """How it is doing, for people."""
+        return self.call(
+            lambda s: {
+                "owns": sum(s.owns(key) for key in s.cells),
+                "copies": sum(not s.owns(key) for key in s.cells),
+                "clocks": s.clocks,
+                "sent": self.sent,
+                "received": self.received,
+            }
+        )
+
     def _change(self, shard: Shard, view: View, ranks: Mapping[str, int]) -> None:
         self._ranks = dict(ranks)
         self._rows.keep({*ranks.values(), *view.workers})
@@ -116,6 +130,7 @@ class ShardNode:
         """What has come, and what is asked of it."""
         try:
             frame = self._endpoint.recv(timeout=_SOON_S if self._rows else _SLICE_S)
+            self.received += sum(len(part) for part in frame.parts)
             self._send(self._answers(frame.sender, frame.parts))
         except PeerLost as e:  # nothing came; or one is gone, and its messages with it
             if e.rank is not None:
@@ -159,7 +174,9 @@ class ShardNode:
         for to, message in sends:
             rank = self._ranks.get(to) if isinstance(to, str) else to
             if rank is not None:
-                self._rows.put(rank, pack(message))
+                parts = pack(message)
+                self.sent += sum(len(part) for part in parts)
+                self._rows.put(rank, parts)
 
     def _nobody(self, rank: int, why: str) -> None:
         _log.debug("shard %s has nobody to send to at rank %d: %s", self._shard.name, rank, why)

@@ -149,6 +149,7 @@ class Worker:
             on_epoch=self._on_epoch,
             on_over=self._on_over,
             report=_nothing,
+            status=self._status,
         )
         self._on_epoch(epoch)
         self._member.start()
@@ -200,6 +201,10 @@ class Worker:
         if self._client is not None:
             self._client.fail(PeerLost(f"the job is over: {why}"))
         self._came.set()
+
+    def _status(self) -> dict[str, Any]:
+        client = self._client
+        return client.status() if client is not None else {}
 
     def _give_up(self, why: str) -> None:
         with contextlib.suppress(RuntimeError):

@@ -1,0 +1,121 @@
+"""``commlib server``: a meeting place, shards and a look at them, as processes that people start and stop."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import commlib
+from commlib.server import meeting
+
+COMMAND = [sys.executable, "-m", "commlib", "server"]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        return int(s.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running(*args: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [*COMMAND, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline()  # it says what it waits for
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def call(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *args], capture_output=True, text=True, timeout=200)
+
+
+def status(at: str) -> dict[str, object]:
+    done = call("status", "--at", at, "--json")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.slow
+def test_shards_started_by_hand_serve_show_how_they_do_hand_over_at_ctrl_c_and_end_with_the_job() -> None:
+    at = f"127.0.0.1:{free_port()}"
+    with (
+        running("meet", "--at", at) as place,
+        running("run", "--at", at) as first,
+        running("run", "--at", at) as second,
+    ):
+        assert status(at)["state"] == "waiting"
+        model = nn.Linear(300, 300)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with commlib.ParameterServer(
+            model, optimizer, "ssp:3", at, shards=2, workers=1, rank=0, nbytes=32768
+        ) as server:
+            for step in range(40):
+                optimizer.zero_grad()
+                model(torch.ones(2, 300)).sum().backward()
+                server.step()
+                if step == 10:
+                    time.sleep(1.5)
+                    found = status(at)
+                    shown = call("status", "--at", at).stdout
+                if step == 20:
+                    first.send_signal(signal.SIGINT)
+                    assert first.wait(60) == 0
+        assert second.wait(60) == 0
+        place.send_signal(signal.SIGINT)
+        assert place.wait(60) == 0
+        assert "it is over" in (second.stderr.read() if second.stderr else "")
+    assert found["state"] == "training"
+    members = {m["kind"]: m for m in found["members"]}  # type: ignore[attr-defined]
+    assert members["worker"]["clock"] in (10, 11)
+    assert members["worker"]["lag"] == 0
+    assert members["worker"]["sent"] > 10 * 300 * 300 * 4
+    assert members["shard"]["owns"] in range(4, 9)
+    assert "worker-0" in shown
+    assert all(len(line) < 140 for line in shown.splitlines())
+    values = [p.detach() for p in model.parameters()]
+    assert all(bool(v.isfinite().all()) for v in values)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("status", "--at", "nowhere"), "members meet at HOST:PORT, got 'nowhere'"),
+        (
+            ("status", "--at", "127.0.0.1:1", "--timeout", "0.5"),
+            "nobody keeps a meeting place at 127.0.0.1:1, for 0.5 s",
+        ),
+        (("run", "--at", "127.0.0.1:1", "--restore"), "--restore needs --snapshots FOLDER"),
+        (("run", "--at", "127.0.0.1:1", "--snapshots", "x", "--every", "0"), "must be 1 or more, got 0"),
+    ],
+)
+def test_wrong_calls_are_explained_in_a_line(args: tuple[str, ...], said: str) -> None:
+    done = call(*args)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_said() -> None:
+    store = meeting.keep("127.0.0.1")
+    done = call("meet", "--at", f"127.0.0.1:{store.port}")
+    assert done.returncode == 2
+    assert f"members cannot meet at 127.0.0.1:{store.port}: Address already in use" in done.stderr
+    del store

@@ -161,6 +161,11 @@ class ParameterServer:
         finally:
             self._syncer.syncing = before
 
+    def wait(self) -> None:
+        """Takes all values that were asked for, before they are needed: for code that looks at parameters itself."""
+        self._check_open()
+        self._syncer.take()
+
     def sync(self) -> None:
         """Waits until all workers have come as far as this one, and takes the values with all of it in.
 
@@ -202,11 +207,7 @@ class ParameterServer:
         return self._worker.client.refused
 
     def close(self) -> None:
-        """:meth:`sync`, and goes: nobody waits for this worker from now on. Again: nothing.
-
-        Raises:
-            PeerLost, CommlibError: as :meth:`sync`; it has gone all the same.
-        """
+        """:meth:`sync`, and goes, even if that raises: nobody waits for this worker from now on. Again: nothing."""
         if self._closed:
             return
         try:

@@ -201,19 +201,24 @@ class Run:
                     self.events.append("a shard came")
             if what in ("worker", "both") and not self._killed:
                 place, process, _, _ = self._draw.choice(self._workers)
-                self._killed.add(place)
-                self._kill(process, f"worker {place} at step {step}")
-                if self._draw.random() < 0.5:
+                if self._kill(process, f"worker {place} at step {step}"):
+                    self._killed.add(place)
+                if place in self._killed and self._draw.random() < 0.5:
                     self._start_worker(None)
                     self.events.append(f"worker {len(self._workers) - 1} came late")
             if what == "stop" and len(living) > 2:
                 self._freeze(self._draw.choice(living))
             time.sleep(4.0)
 
-    def _kill(self, process: Any, what: str) -> None:
-        os.kill(process.pid, signal.SIGKILL)
+    def _kill(self, process: Any, what: str) -> bool:
+        """Whether it was it that ended the process, and not the process itself just before."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
         process.join()
+        if process.exitcode != -signal.SIGKILL:
+            return False
         self.events.append(f"killed {what}")
+        return True
 
     def _freeze(self, process: Any) -> None:
         """Given up, and then it goes on, and does not know it."""

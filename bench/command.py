@@ -11,6 +11,7 @@ from commlib.bench.lab.command import lab
 from commlib.bench.link.command import link
 from commlib.bench.page.command import report
 from commlib.bench.race.command import train
+from commlib.bench.served.command import server
 
 app = typer.Typer(name="bench", help="Measure the parts on this machine.", no_args_is_help=True)
 
@@ -30,5 +31,6 @@ app.command("link", short_help="Every collective by message size, against the ra
 app.command("codec", short_help="Speed, error and size of codecs on one gradient.")(codec)
 app.command("exchange", short_help="Every exchange × codec at the layers of a real model.")(exchange)
 app.command("train", short_help="Would it help here? DDP, PyTorch's hooks and ours in turn.")(train)
+app.command("server", short_help="Steps with a parameter server, against the line.")(server)
 app.command("report", short_help="Saved figures as one HTML page, with a verdict.")(report)
 app.command("compare", short_help="Two saved runs as ratios.")(compare)

@@ -1,6 +1,7 @@
 """How members of a job get endpoints: by the entry-point group ``commlib.endpoints``, for the core names no plug-in.
 
-A plug-in is a function ``(rank, *, job, towards, timeout) -> Endpoint``: ``towards`` is the host where members meet.
+A plug-in is a function ``(rank, *, job, towards, timeout, window) -> Endpoint``: ``towards`` is the host where members
+meet.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from commlib import registry
 from commlib.endpoint import Endpoint
 
 GROUP = "commlib.endpoints"
+WINDOW = 8 << 20
+"""Bytes on their way between two members of a parameter server: some chunks. What has left cannot be overtaken."""
 
 
 class Door(Protocol):
     """Opens an endpoint."""
 
-    def __call__(self, rank: int, *, job: str, towards: str, timeout: float) -> Endpoint: ...
+    def __call__(self, rank: int, *, job: str, towards: str, timeout: float, window: int) -> Endpoint: ...
 
 
 @functools.cache

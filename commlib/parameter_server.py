@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -19,7 +19,7 @@ from commlib.errors import CommlibError
 from commlib.server.chunks import NBYTES
 from commlib.server.embedded import Embedded
 from commlib.server.job import GO_ON, Job
-from commlib.server.recipe import Recipe, recipes
+from commlib.server.recipe import by_group, groups_of, plain
 from commlib.server.saver import Snapshots
 from commlib.server.syncer import Syncer
 from commlib.server.worker import Terms, Worker
@@ -60,15 +60,15 @@ class ParameterServer:
         name: of the job where members meet.
         timeout: seconds that anything waits.
         patience: seconds of silence after which a member may be given up.
-        snapshots: folder in which embedded shards save their state; it must be the same for all machines.
+        snapshots: folder, the same for all machines, in which embedded shards save their state.
         snapshot_every: steps between two.
-        restore: go on from what is in that folder (:attr:`begun_at`).
+        restore: go on from what is there (:attr:`begun_at`).
         nbytes: of a chunk, at most.
+        priority: what the next forward pass needs first is sent first.
         endpoint: how members are reached, an entry point of ``commlib.endpoints``.
 
     Raises:
-        ValueError: a bad argument, an optimizer that lacks a parameter, or is not of ``torch.optim``.
-        TypeError: the model is wrapped in DDP.
+        ValueError, TypeError: a bad argument; an optimizer that lacks a parameter, or is not of ``torch.optim``.
         PlanMismatch: the workers' models, optimizers or rules differ; what differs.
         PeerLost: not all come in time; who.
         AuthenticationError: beyond this machine, and there are no keys.
@@ -95,14 +95,15 @@ class ParameterServer:
         snapshot_every: int = 1000,
         restore: bool = False,
         nbytes: int = NBYTES,
+        priority: bool = False,
         endpoint: str = "zmq",
     ) -> None:
         _check(model)
         self._optimizer = optimizer
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        found, chosen = _by_group(optimizer, dict(model.named_parameters()))
+        found, chosen = by_group(optimizer, dict(model.named_parameters()))
         self._made_with, self._chosen = [dict(r.options) for r in found], chosen
-        self._groups = _groups(optimizer, self._parameters)
+        self._groups = groups_of(optimizer, self._parameters)
         kind, _, each = servers.partition(":")
         saved = _saved(snapshots, snapshot_every, restore, kind)
         self._embedded = (
@@ -123,25 +124,33 @@ class ParameterServer:
                 lost,
                 patience,
                 nbytes,
+                priority,
             )
             where, known_as = (self._embedded.address, self._embedded.name) if self._embedded else (servers, name)
             check = self._embedded.check if self._embedded else None
-            self._worker = Worker(job, Terms(where, known_as, None if late else mine, endpoint, timeout, check))
+            terms = Terms(where, known_as, None if late else mine, endpoint, timeout, check)
+            self._begin(model, job, terms)
         except BaseException:
             if self._embedded is not None:
                 self._embedded.kill()
             raise
-        self._timeout = timeout
-        chunks = list(job.chunks.values())
+
+    def _begin(self, model: nn.Module, job: Job, terms: Terms) -> None:
+        chunks, self._timeout, self._worker = list(job.chunks.values()), terms.timeout, Worker(job, terms)
         self._syncer = Syncer(model, self._parameters, chunks, self._worker.client, self._options)
-        self._guard = optimizer.register_step_pre_hook(_not_here)
-        if self._worker.first:
-            flat = {n: p.detach().reshape(-1) for n, p in self._parameters.items()}
-            for chunk in chunks:
-                self._worker.client.begin(chunk.key, chunk.gather(flat).cpu().clone())
-        self._syncer.ask()
-        self._syncer.take()
-        self._begun_at = self._worker.begun_at
+        self._guard = self._optimizer.register_step_pre_hook(_not_here)
+        try:
+            if self._worker.first:
+                flat = {n: p.detach().reshape(-1) for n, p in self._parameters.items()}
+                for chunk in chunks:
+                    self._worker.client.begin(chunk.key, chunk.gather(flat).cpu().clone())
+            self._syncer.ask()
+            self._syncer.take()
+            self._begun_at = self._worker.begun_at
+        except BaseException:
+            with contextlib.suppress(CommlibError):  # what went wrong is what is raised
+                self._leave()
+            raise
 
     def step(self) -> None:
         """Ends a step, in place of ``optimizer.step()``: what had no gradient has none in this step.
@@ -245,7 +254,7 @@ class ParameterServer:
     def _options(self, name: str) -> Mapping[str, Any]:
         """Of the optimizer, where they are others than it was made with."""
         made, group = self._made_with[self._chosen[name]], self._groups[name]
-        return {k: _plain(group[k]) for k, v in made.items() if _plain(group[k]) != v}
+        return {k: plain(group[k]) for k, v in made.items() if plain(group[k]) != v}
 
 
 def _check(model: nn.Module) -> None:
@@ -274,26 +283,6 @@ def _world(workers: int | None, rank: int | None) -> tuple[int, int]:
     if not 0 <= mine < size:
         raise ValueError(f"this is worker {mine} of {size}: ranks are 0 to {size - 1}")
     return size, mine
-
-
-def _by_group(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> tuple[list[Recipe], dict[str, int]]:
-    """A recipe for each group of the optimizer, and name → which: their options may part later."""
-    made = recipes(optimizer, parameters)
-    group = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
-    chosen = {name: group[id(p)] for name, p in parameters.items() if p.requires_grad}
-    used = sorted(set(chosen.values()))
-    found = {i: made[next(n for n, g in chosen.items() if g == i)] for i in used}
-    plain = [Recipe(r.kind, {k: _plain(v) for k, v in r.options.items()}) for r in found.values()]
-    return plain, {name: used.index(i) for name, i in chosen.items()}
-
-
-def _groups(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Mapping[str, Any]]:
-    names = {id(p): name for name, p in parameters.items()}
-    return {names[id(p)]: group for group in optimizer.param_groups for p in group["params"] if id(p) in names}
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _not_here(optimizer: Optimizer, *_: Any) -> None:

@@ -76,6 +76,30 @@ def just_in_time_seconds(forward: Sequence[float], backward: Sequence[float], wi
     return done
 
 
+def first_first_seconds(forward: Sequence[float], backward: Sequence[float], wire: Sequence[float]) -> float:
+    """The same over a link that always carries, of the layers that are ready, the one that is needed first, and lets it
+    overtake: a priority link (section 1 of the recursion says that it changes the order only).
+    """
+    _check(forward, backward, wire)
+    ready, left, end = overlap(backward, wire).ready, list(wire), list(overlap(backward, wire).ready)
+    now = 0.0
+    while any(x > 0 for x in left):
+        waiting = [i for i, x in enumerate(left) if x > 0]
+        here = [i for i in waiting if ready[i] <= now]
+        later = min((ready[i] for i in waiting if ready[i] > now), default=float("inf"))
+        if not here:
+            now = later
+            continue
+        sent = min(left[here[0]], later - now)
+        now += sent
+        left[here[0]] = left[here[0]] - sent if sent < left[here[0]] else 0.0
+        end[here[0]] = now
+    done = max(ready, default=0.0)
+    for f, arrived in zip(forward, end, strict=True):
+        done = max(done, arrived) + f
+    return done
+
+
 def _check(*times: Sequence[float]) -> None:
     if len({len(t) for t in times}) > 1:
         raise ValueError(f"one time for every layer: got {', '.join(str(len(t)) for t in times)} of them")

@@ -12,7 +12,7 @@ from commlib.transports.zeromq import ZeroMQ, is_loopback
 from commlib.where import address_towards
 
 
-def open_zeromq(rank: int, *, job: str, towards: str, timeout: float) -> Endpoint:
+def open_zeromq(rank: int, *, job: str, towards: str, timeout: float, window: int) -> Endpoint:
     """A ZeroMQ endpoint, as the environment says (``COMMLIB_HOST``, ``_KEY``, ``_INSECURE``).
 
     Args:
@@ -20,6 +20,7 @@ def open_zeromq(rank: int, *, job: str, towards: str, timeout: float) -> Endpoin
         job: endpoints of another one are strangers.
         towards: the host where members meet: without ``COMMLIB_HOST``, the interface towards it is used.
         timeout: seconds that anything waits.
+        window: bytes on their way to one peer at most; the same on all.
 
     Raises:
         AuthenticationError: beyond this machine, and there are no keys.
@@ -28,7 +29,7 @@ def open_zeromq(rank: int, *, job: str, towards: str, timeout: float) -> Endpoin
     """
     options = Options()
     host = options.wanted_host() or address_towards(towards)
-    given: dict[str, Any] = {"host": host, "timeout": timeout}
+    given: dict[str, Any] = {"host": host, "timeout": timeout, "window": window}
     if not is_loopback(host):
         if options.goes_insecure():
             given["insecure"] = True
@@ -38,6 +39,6 @@ def open_zeromq(rank: int, *, job: str, towards: str, timeout: float) -> Endpoin
     return ZeroMQ(rank, job=job, **given)
 
 
-def open_inproc(rank: int, *, job: str, towards: str, timeout: float) -> Endpoint:
+def open_inproc(rank: int, *, job: str, towards: str, timeout: float, window: int) -> Endpoint:
     """An endpoint for members that are threads of this process; ``towards`` makes no difference."""
-    return InProc(rank, job=job, timeout=timeout)
+    return InProc(rank, job=job, timeout=timeout, window=window)

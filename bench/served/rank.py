@@ -45,12 +45,14 @@ class Figures:
     Args:
         line_gbit_s: a raw TCP stream's.
         bare: pushes and pulls alone, nothing computed.
+        first_first: as by_layer, and what the next forward pass needs first is sent first.
         by_layer: with a network that computes, each layer waiting for its own values.
         joined: the same, all waiting for all before the first layer.
     """
 
     line_gbit_s: float
     bare: list[float]
+    first_first: list[float]
     by_layer: list[float]
     joined: list[float]
 
@@ -61,15 +63,17 @@ def main(job: Job) -> Figures:
     torch.set_num_threads(1)
     line = measure_line(1.0)
     bare = _Way(job, 0.0, 0.0)
-    found = Figures(line.gbit_s if line else float("nan"), [], [], [])
+    found = Figures(line.gbit_s if line else float("nan"), [], [], [], [])
     for _ in range(job.rounds):
         found.bare.append(bare.visit(joined=False))
     bare.close()
-    computing = _Way(job, job.forward_s, job.backward_s)
+    computing, urgent = (_Way(job, job.forward_s, job.backward_s, priority=p) for p in (False, True))
     for _ in range(job.rounds):
         found.by_layer.append(computing.visit(joined=False))
+        found.first_first.append(urgent.visit(joined=False))
         found.joined.append(computing.visit(joined=True))
     computing.close()
+    urgent.close()
     dist.destroy_process_group()
     return found
 
@@ -77,10 +81,10 @@ def main(job: Job) -> Figures:
 class _Way:
     """A model with its servers."""
 
-    def __init__(self, job: Job, forward_s: float, backward_s: float) -> None:
+    def __init__(self, job: Job, forward_s: float, backward_s: float, *, priority: bool = False) -> None:
         self._job, self._model = job, network(job.layers, job.nbytes, forward_s, backward_s)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
-        self._server = commlib.ParameterServer(self._model, self._optimizer, job.rule)
+        self._server = commlib.ParameterServer(self._model, self._optimizer, job.rule, priority=priority)
 
     def visit(self, *, joined: bool) -> float:
         """Seconds a step of the slowest rank: the median of a visit's steps."""

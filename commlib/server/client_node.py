@@ -20,7 +20,7 @@ from commlib.server.client import Client
 from commlib.server.messages import Complaint, Send
 from commlib.server.roll import SHARD, Epoch
 from commlib.server.rows import Rows
-from commlib.server.wire import pack, unpack
+from commlib.server.wire import unpack
 
 T = TypeVar("T")
 _log = logging.getLogger("commlib")
@@ -35,14 +35,24 @@ class ClientNode:
         client: of this rank.
         ranks: shard → its endpoint's rank.
         timeout: seconds that anything waits.
+        urgency: of keys (:class:`~commlib.server.rows.Rows`).
     """
 
-    def __init__(self, endpoint: Endpoint, client: Client, ranks: Mapping[str, int], timeout: float = 60.0) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        client: Client,
+        ranks: Mapping[str, int],
+        timeout: float = 60.0,
+        urgency: Mapping[str, int] | None = None,
+    ) -> None:
         self._endpoint, self._client, self._timeout = endpoint, client, timeout
         self._ranks = dict(ranks)
         self.sent = self.received = 0
         """Bytes of messages, without what frames and transports add."""
-        self._rows = Rows(endpoint, lambda rank, why: _log.debug("nobody to send to at rank %d: %s", rank, why))
+        self._rows = Rows(
+            endpoint, lambda rank, why: _log.debug("nobody to send to at rank %d: %s", rank, why), urgency
+        )
         self._news = threading.Condition()
         self._error: CommlibError | None = None
         self._ended = threading.Event()
@@ -202,6 +212,4 @@ class ClientNode:
         for to, message in sends:
             assert isinstance(to, str)  # a client's messages are for shards
             if to in self._ranks:
-                parts = pack(message)
-                self.sent += sum(len(part) for part in parts)
-                self._rows.put(self._ranks[to], parts)
+                self.sent += self._rows.put(self._ranks[to], message)

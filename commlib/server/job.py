@@ -37,6 +37,7 @@ class Job:
         lost: what becomes of the others if a worker is lost: they go on, or fail.
         patience: seconds of silence after which a member may be given up (:class:`~commlib.server.pulse.Pulse`).
         nbytes: of a chunk, at most.
+        priority: what the next forward pass needs first overtakes what waits to be sent.
     """
 
     parameters: Mapping[str, tuple[tuple[int, ...], str]]
@@ -50,6 +51,7 @@ class Job:
     lost: str = GO_ON
     patience: float = 10.0
     nbytes: int = NBYTES
+    priority: bool = False
 
     def __post_init__(self) -> None:
         make(self.consistency)
@@ -74,6 +76,11 @@ class Job:
             whole=lambda name: not self.recipes[self.chosen[name]].by_element,
         )
         return {chunk.key: chunk for chunk in found}
+
+    @property
+    def urgency(self) -> dict[str, int]:
+        """Of keys, in the order in which the model has their parameters; none without priority."""
+        return {key: i for i, key in enumerate(self.chunks)} if self.priority else {}
 
     def cell(self, chunk: Chunk, workers: Mapping[int, int]) -> Cell:
         """One of zeros; what it starts with is yet to be said."""

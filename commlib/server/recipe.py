@@ -64,6 +64,28 @@ def recipes(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str,
     return found
 
 
+def by_group(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> tuple[list[Recipe], dict[str, int]]:
+    """A recipe for each group of the optimizer, and name → which: their options may part later."""
+    made = recipes(optimizer, parameters)
+    group = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
+    chosen = {name: group[id(p)] for name, p in parameters.items() if p.requires_grad}
+    used = sorted(set(chosen.values()))
+    found = {i: made[next(n for n, g in chosen.items() if g == i)] for i in used}
+    numbers = [Recipe(r.kind, {k: plain(v) for k, v in r.options.items()}) for r in found.values()]
+    return numbers, {name: used.index(i) for name, i in chosen.items()}
+
+
+def groups_of(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Mapping[str, Any]]:
+    """Name → the group that it is in: its options as they are now."""
+    names = {id(p): name for name, p in parameters.items()}
+    return {names[id(p)]: group for group in optimizer.param_groups for p in group["params"] if id(p) in names}
+
+
+def plain(value: Any) -> Any:
+    """An option as a number where it is a tensor of one."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
 def _some(names: Iterable[str]) -> str:
     listed = list(names)
     return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")

@@ -1,17 +1,29 @@
 """What is to leave an endpoint, in a row for each peer: one that takes nothing holds up nobody else.
 
-Ordering: for one thread at a time (its owner's, or under its owner's lock). A peer's frames leave in the order in which
-they were put, for none is offered before those that wait.
+Ordering: for one thread at a time (its owner's, or under its owner's lock). A peer's frames of the same urgency leave
+in the order in which they were put, for none is offered before those that wait; more urgent ones overtake. All that is
+said of a key has the key's urgency, and no two keys need to know of each other.
 """
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Callable, Collection
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Callable, Collection, Mapping
 
 from commlib.endpoint import Endpoint
 from commlib.errors import PeerLost
 from commlib.frame import Buffer
+from commlib.server.messages import Message
+from commlib.server.wire import pack
+
+
+@dataclasses.dataclass(order=True, frozen=True)
+class _Waiting:
+    urgency: int
+    number: int
+    parts: tuple[Buffer, ...] = dataclasses.field(compare=False)
 
 
 class Rows:
@@ -20,21 +32,28 @@ class Rows:
     Args:
         endpoint: this.
         lost: is told of a peer that cannot be sent to, and why: what was in its row is dropped.
+        urgency: of keys: lower leaves first. Others, and all keys by default: 0.
     """
 
-    def __init__(self, endpoint: Endpoint, lost: Callable[[int, str], None]) -> None:
-        self._endpoint, self._lost = endpoint, lost
-        self._rows: dict[int, collections.deque[tuple[Buffer, ...]]] = {}
+    def __init__(
+        self, endpoint: Endpoint, lost: Callable[[int, str], None], urgency: Mapping[str, int] | None = None
+    ) -> None:
+        self._endpoint, self._lost, self._urgency = endpoint, lost, urgency or {}
+        self._rows: dict[int, list[_Waiting]] = {}  # heaps
+        self._count = itertools.count()
 
     def __bool__(self) -> bool:
         """Whether something waits."""
         return bool(self._rows)
 
-    def put(self, rank: int, parts: tuple[Buffer, ...]) -> None:
-        """Sends it, now if there is room, else when there is."""
-        self._rows.setdefault(rank, collections.deque()).append(parts)
-        if len(self._rows[rank]) == 1:
+    def put(self, rank: int, message: Message) -> int:
+        """Sends it, now if there is room, else when there is; returns its bytes."""
+        parts, row = pack(message), self._rows.setdefault(rank, [])
+        urgency = self._urgency.get(getattr(message, "key", ""), 0)
+        heapq.heappush(row, _Waiting(urgency, next(self._count), parts))
+        if len(row) == 1:
             self._leave(rank)
+        return sum(len(part) for part in parts)
 
     def leave(self) -> None:
         """Sends what there is room for."""
@@ -49,8 +68,8 @@ class Rows:
     def _leave(self, rank: int) -> None:
         row = self._rows[rank]
         try:
-            while row and self._endpoint.offer(rank, parts=row[0]) is not None:
-                row.popleft()
+            while row and self._endpoint.offer(rank, parts=row[0].parts) is not None:
+                heapq.heappop(row)
         except (PeerLost, ValueError) as e:  # it is gone, or was never here
             row.clear()
             self._lost(rank, str(e))

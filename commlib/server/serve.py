@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from commlib.doors import door
+from commlib.doors import WINDOW, door
 from commlib.endpoint import Endpoint
 from commlib.errors import CommlibError
 from commlib.server import meeting
@@ -60,7 +60,8 @@ def serve(
     stop = stop or threading.Event()
     warm()
     roll = Roll(meeting.visit(address, job, timeout), timeout)
-    with door(endpoint)(roll.new_id(), job=job, towards=meeting.parse(address)[0], timeout=timeout) as mine:
+    towards = meeting.parse(address)[0]
+    with door(endpoint)(roll.new_id(), job=job, towards=towards, timeout=timeout, window=WINDOW) as mine:
         me = roll.enlist(SHARD, mine.address, getattr(mine, "public_key", None), place(), mine.rank)
         ready(me.name)
         try:
@@ -97,7 +98,7 @@ def _serve_job(
         return made
 
     shard = Shard(me.name, epoch.view, cell, started=states is not None, keeper=saver.keeper if saver else None)
-    node = ShardNode(mine, shard, {m.name: i for i, m in epoch.of(SHARD).items()}, timeout)
+    node = ShardNode(mine, shard, {m.name: i for i, m in epoch.of(SHARD).items()}, timeout, job.urgency)
     over: list[str] = []
     member = Membership(
         roll,

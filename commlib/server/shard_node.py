@@ -22,7 +22,7 @@ from commlib.server.roll import SHARD, WORKER, Epoch, Report
 from commlib.server.rows import Rows
 from commlib.server.shard import Shard
 from commlib.server.view import View
-from commlib.server.wire import pack, unpack
+from commlib.server.wire import unpack
 
 _log = logging.getLogger("commlib")
 _SLICE_S, _SOON_S = 0.05, 0.005  # between two looks: at nothing, and at peers that had no room
@@ -37,12 +37,20 @@ class ShardNode:
         shard: what it serves.
         ranks: shard → its endpoint's rank. Workers' endpoints have their own ranks.
         seconds: that anything waits for it.
+        urgency: of keys (:class:`~commlib.server.rows.Rows`).
     """
 
-    def __init__(self, endpoint: Endpoint, shard: Shard, ranks: Mapping[str, int], seconds: float = 60.0) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        shard: Shard,
+        ranks: Mapping[str, int],
+        seconds: float = 60.0,
+        urgency: Mapping[str, int] | None = None,
+    ) -> None:
         self._endpoint, self._shard, self._seconds = endpoint, shard, seconds
         self._ranks = dict(ranks)
-        self._rows = Rows(endpoint, self._nobody)
+        self._rows = Rows(endpoint, self._nobody, urgency)
         self.sent = self.received = 0
         """Bytes of messages, without what frames and transports add."""
         self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -174,9 +182,7 @@ class ShardNode:
         for to, message in sends:
             rank = self._ranks.get(to) if isinstance(to, str) else to
             if rank is not None:
-                parts = pack(message)
-                self.sent += sum(len(part) for part in parts)
-                self._rows.put(rank, parts)
+                self.sent += self._rows.put(rank, message)
 
     def _nobody(self, rank: int, why: str) -> None:
         _log.debug("shard %s has nobody to send to at rank %d: %s", self._shard.name, rank, why)

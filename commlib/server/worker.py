@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from commlib.doors import door
+from commlib.doors import WINDOW, door
 from commlib.errors import CommlibError, PeerLost, PlanMismatch
 from commlib.server import meeting
 from commlib.server.client import Client
@@ -69,7 +69,7 @@ class Worker:
         self._agree()
         id = terms.rank if terms.rank is not None else self._roll.new_id()
         towards = meeting.parse(terms.address)[0]
-        self._endpoint = door(terms.endpoint)(id, job=terms.name, towards=towards, timeout=terms.timeout)
+        self._endpoint = door(terms.endpoint)(id, job=terms.name, towards=towards, timeout=terms.timeout, window=WINDOW)
         try:
             key = getattr(self._endpoint, "public_key", None)
             self._me = self._roll.enlist(WORKER, self._endpoint.address, key, place(), id)
@@ -188,7 +188,9 @@ class Worker:
             return
         if self._client is None and not self._came.is_set():
             ranks = {m.name: i for i, m in epoch.of(SHARD).items()}
-            client = ClientNode(self._endpoint, Client(self._me.id, epoch.view), ranks, self._terms.timeout)
+            client = ClientNode(
+                self._endpoint, Client(self._me.id, epoch.view), ranks, self._terms.timeout, self.job.urgency
+            )
             client.change(epoch)
             client.start()
             self._client = client

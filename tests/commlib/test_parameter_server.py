@@ -83,7 +83,7 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("copies", [1, 2])  # with 2, what is urgent goes first, too
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("schedule", [constant, warm_up])
 def test_in_bulk_three_workers_train_as_one_process_would_to_the_last_bit(
@@ -94,7 +94,7 @@ def test_in_bulk_three_workers_train_as_one_process_would_to_the_last_bit(
     def worker(rank: int) -> list[Tensor]:
         model = make(rank)
         made = optimizer(list(model.parameters()))
-        with cluster.join(model, made, rank, copies=copies, nbytes=50_000) as server:
+        with cluster.join(model, made, rank, copies=copies, priority=copies == 2, nbytes=50_000) as server:
             for step in range(STEPS):
                 made.zero_grad()
                 schedule(made, step)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.timeline import just_in_time_seconds, overlap, step_seconds
+from commlib.timeline import first_first_seconds, just_in_time_seconds, overlap, step_seconds
 
 TIMES = st.lists(st.tuples(*[st.floats(0, 10) for _ in range(3)]), min_size=1, max_size=8)
 
@@ -51,3 +51,20 @@ def test_no_layers_take_no_time() -> None:
 def test_times_that_cannot_be_are_refused(backward: tuple[float, ...], wire: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match=r"one time for every layer|negative"):
         overlap(backward, wire)
+
+
+@given(st.lists(st.tuples(*[st.floats(0.0, 3.0)] * 3), min_size=1, max_size=8))
+def test_what_is_needed_first_sent_first_is_never_slower_and_nothing_is_faster_than_the_line(
+    times: list[tuple[float, float, float]],
+) -> None:
+    forward, backward, wire = (list(t) for t in zip(*times, strict=True))
+    first = first_first_seconds(forward, backward, wire)
+    assert first <= just_in_time_seconds(forward, backward, wire) + 1e-9
+    assert first >= max(sum(forward) + sum(backward), sum(wire)) - 1e-9
+
+
+def test_first_things_first_pays_where_the_link_is_the_bottleneck() -> None:
+    # Ready at 1 and 2, each 4 on the link. In turn: layer 1 ends at 5, layer 0 at 9, and the next pass at 9 + 2.
+    # By urgency: layer 0 overtakes at 2 and ends at 6, layer 1 at 9: 6 + 1, then it waits for 9, + 1.
+    assert just_in_time_seconds([1, 1], [1, 1], [4, 4]) == 11
+    assert first_first_seconds([1, 1], [1, 1], [4, 4]) == 10

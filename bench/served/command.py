@@ -1,0 +1,99 @@
+"""``commlib bench server``: how fast a parameter server's steps are, against the line and against what is foretold."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Annotated
+
+import typer
+
+from commlib.bench.lab import parse_rate
+from commlib.bench.launch import RankFailed, sigterm_raises
+from commlib.bench.options import Hosts, Json, Ranks, Rate
+from commlib.bench.place import place
+from commlib.bench.record import Record, emit, facts
+from commlib.bench.report import Row
+from commlib.consistency import make
+from commlib.errors import CommlibError
+from commlib.timeline import first_first_seconds, just_in_time_seconds, step_seconds
+
+from .rank import Figures, Job, main
+
+
+def server(
+    ranks: Ranks = None,
+    hosts: Hosts = None,
+    rate: Rate = None,
+    rule: Annotated[str, typer.Option(help="Of consistency: bsp, ssp:3, asp …")] = "bsp",
+    megabytes: Annotated[float, typer.Option("--mb", min=0.1, help="Of the model's parameters.")] = 48.0,
+    layers: Annotated[int, typer.Option(min=1, help="That they are in.")] = 12,
+    forward: Annotated[float | None, typer.Option(min=0.0, help="Seconds of a forward pass. [half a transfer]")] = None,
+    backward: Annotated[float | None, typer.Option(min=0.0, help="Seconds of a backward pass. [a transfer]")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Timed, in each visit.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Visits to each way, in turn.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Train a model of equal layers, that computes by sleeping, with a shard on each host.
+
+    bare: gradients and values alone; of_line: what they need of each host's link, 2(P - 1)/P of the model each way,
+    over what a raw TCP stream gets. by layer: each layer waits for its own values; joined: the first waits for all;
+    first first: by layer, and what the next forward pass needs first is sent first.
+    foretold: by the recursion of wait-free backpropagation, with the stream's rate.
+    """
+    make(rule)
+    nbytes = int(1e6 * megabytes)
+    try:
+        with sigterm_raises(), place(ranks, hosts, rate, 1) as where:
+            gbit_s = parse(rate) if rate else 8.0
+            share = 2 * (where.world_size - 1) / where.world_size
+            wire = share * nbytes * 8e-9 / gbit_s
+            computes = (wire / 2 if forward is None else forward, wire if backward is None else backward)
+            job = Job(rule, layers, nbytes, *computes, steps, rounds)
+            found: Figures | None = where.run(main, (job,))
+            told = facts(**where.facts(), line_gbit_s=found.line_gbit_s if found else None, rule=rule, mb=megabytes)
+    except RankFailed as e:
+        if isinstance(e.error, ValueError | CommlibError):
+            raise e.error from None
+        raise
+    if found is None:
+        return  # rank 0 of torchrun has the figures
+    told |= {"layers": layers, "forward_s": job.forward_s, "backward_s": job.backward_s}
+    title = (
+        f"{told['ranks']} ranks, {told['rate'] or 'no limit'}, {rule}, {megabytes:g} MB in {layers} layers; "
+        f"line {found.line_gbit_s:.3f} Gbit/s; forward {job.forward_s:.2f} s, backward {job.backward_s:.2f} s"
+    )
+    emit(Record("server", told, rows(job, found, share)), title=title, as_json=as_json, save=None)
+
+
+def rows(job: Job, found: Figures, share: float) -> list[Row]:
+    """A row for each way.
+
+    Args:
+        job: what was measured.
+        found: figures.
+        share: bytes that leave a host in a step, and come to it, over the model's.
+    """
+    wire = share * job.nbytes * 8e-9 / found.line_gbit_s
+    forward, backward, c = ([x / job.layers] * job.layers for x in (job.forward_s, job.backward_s, wire))
+    foretold = {
+        "bare": (found.bare, wire),
+        "by layer": (found.by_layer, just_in_time_seconds(forward, backward, c)),
+        "first first": (found.first_first, first_first_seconds(forward, backward, c)),
+        "joined": (found.joined, step_seconds(job.forward_s, backward, c)),
+    }
+    return [
+        {
+            "way": way,
+            "step_s": statistics.median(seen),
+            "foretold_s": told,
+            "over_foretold": statistics.median(seen) / told,
+            "of_line": wire / statistics.median(seen) if way == "bare" else None,
+            "visits": " ".join(f"{s:.3f}" for s in seen),
+        }
+        for way, (seen, told) in foretold.items()
+    ]
+
+
+def parse(rate: str) -> float:
+    """Gbit/s."""
+    return parse_rate(rate) * 1e-9

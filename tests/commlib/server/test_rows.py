@@ -1,0 +1,87 @@
+"""What waits to leave: in order, the urgent first, and nobody held up by another."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from commlib.endpoint import Endpoint
+from commlib.server.messages import Message, Pull, Push
+from commlib.server.rows import Rows
+from commlib.server.wire import unpack
+from commlib.transports.inproc import InProc
+
+WINDOW = 1 << 14
+
+
+@contextlib.contextmanager
+def three() -> Iterator[list[Endpoint]]:
+    with contextlib.ExitStack() as stack:
+        made: list[Endpoint] = [stack.enter_context(InProc(rank, window=WINDOW)) for rank in range(3)]
+        for a in made:
+            for b in made:
+                if a is not b:
+                    a.connect(b.rank, b.address)
+        yield made
+
+
+def push(key: str, stamp: int) -> Push:
+    return Push(0, key, 0, stamp, torch.full((1000,), float(stamp)))
+
+
+def taken(rows: Rows, of: Endpoint, count: int) -> list[tuple[str, str, int]]:
+    found = []
+    for _ in range(count):
+        rows.leave()
+        message: Message = unpack(of.recv(timeout=5.0).parts)
+        assert isinstance(message, Push | Pull)
+        found.append((type(message).__name__, message.key, getattr(message, "stamp", -1)))
+    return found
+
+
+def test_the_urgent_overtake_what_waits_and_all_of_a_key_stays_in_order() -> None:
+    with three() as (me, other, _):
+        rows = Rows(me, lambda rank, why: None, {"a": 0, "b": 1})
+        for stamp in range(4):  # two fit into the window, and have left
+            rows.put(1, push("b", stamp))
+        rows.put(1, push("a", 0))
+        rows.put(1, Pull(0, "a", 0, 1))
+        order = taken(rows, other, 6)
+    left = [x for x in order if x[1] == "b"]
+    assert left == [("Push", "b", s) for s in range(4)]
+    assert order.index(("Push", "a", 0)) < order.index(("Push", "b", 3))
+    assert order.index(("Push", "a", 0)) < order.index(("Pull", "a", -1))
+
+
+def test_without_urgency_all_leaves_in_the_order_in_which_it_was_put() -> None:
+    with three() as (me, other, _):
+        rows = Rows(me, lambda rank, why: None)
+        for stamp in range(8):
+            rows.put(1, push("ba"[stamp % 2], stamp))
+        assert [stamp for _, _, stamp in taken(rows, other, 8)] == list(range(8))
+
+
+def test_one_that_takes_nothing_holds_up_nobody_else() -> None:
+    with three() as (me, _, other):
+        rows = Rows(me, lambda rank, why: None)
+        for stamp in range(20):
+            rows.put(1, push("a", stamp))
+        rows.put(2, push("a", 99))
+        assert taken(rows, other, 1) == [("Push", "a", 99)]
+        assert rows
+
+
+def test_what_cannot_be_sent_is_told_once_and_dropped() -> None:
+    lost: list[tuple[int, str]] = []
+    with three() as (me, _, _):
+        rows = Rows(me, lambda rank, why: lost.append((rank, why)))
+        rows.put(7, push("a", 0))
+        assert not rows
+        for stamp in range(20):
+            rows.put(1, push("a", stamp))
+        rows.keep({2})
+        assert not rows
+    assert [rank for rank, _ in lost] == [7]
+    assert "rank 0 has no way to rank 7" in lost[0][1]

@@ -137,9 +137,9 @@ class Run:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(self.recipe.lr, self.step, total)
         optimizer.zero_grad()
-        self._pause()
         with self._autocast():
             loss = cross_entropy(ddp(x), y)
+        self._pause()  # after the forward pass: before, there may be no values to compute with
         if scaler is None:
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()

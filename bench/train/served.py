@@ -61,8 +61,9 @@ class ServedRun(Run):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(self.recipe.lr, self.step, total)
         optimizer.zero_grad()
+        loss = cross_entropy(self.model(x), y)
         self._pause()
-        cross_entropy(self.model(x), y).backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]
         server.step()
         self.step += 1
         self.seconds.append(time.perf_counter() - start)

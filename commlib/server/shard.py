@@ -164,13 +164,13 @@ class Shard:
             return []
         self._cells[start.key].start(start.values)
         self._whole.add(start.key)
-        answers = [send for worker in list(self._pulls[start.key]) for send in self._answer(start.key, worker)]
+        answers = self._answers(start.key)
         return [*self._begin(start.key), *answers]
 
     def _observe(self, metric: float) -> list[Send]:
         for cell in self._cells.values():
             cell.observe(metric)
-        return [send for key in self._cells for worker in list(self._pulls[key]) for send in self._answer(key, worker)]
+        return [send for key in self._cells for send in self._answers(key)]
 
     def _push(self, push: Push) -> list[Send]:
         cell = self._cells[push.key]
@@ -185,8 +185,8 @@ class Shard:
             for each in applied
             for replica in self._have[push.key]
         ]
-        for worker in list(self._pulls[push.key]) if applied else ():
-            sends += self._answer(push.key, worker)
+        if applied:
+            sends += self._answers(push.key)
         return [*sends, *self._settled(push.key)]
 
     def _owe(self, key: str, applied: list[Applied]) -> None:
@@ -217,18 +217,22 @@ class Shard:
 
     def _pull(self, pull: Pull) -> list[Send]:
         self._pulls[pull.key][pull.worker] = pull
-        return self._answer(pull.key, pull.worker)
+        return self._answers(pull.key)
 
-    def _answer(self, key: str, worker: int) -> list[Send]:
-        cell = self._cells[key]
-        pull = self._pulls[key][worker]
-        values = cell.read(worker, pull.clock, pull.within) if key in self._whole else None
-        if values is None:
+    def _answers(self, key: str) -> list[Send]:
+        """To all who may read now."""
+        cell, pulls = self._cells[key], self._pulls[key]
+        may = [p for p in pulls.values() if key in self._whole and cell.read(p.worker, p.clock, p.within) is not None]
+        if not may:
             return []
-        del self._pulls[key][worker]
-        own = values.clone()  # what it is now, whenever it leaves
-        answer = Values(self._view.number, key, worker, pull.clock, own, dict(cell.included), pull.within)
-        return self._once_replicated(key, cell.number, [(worker, answer)])
+        own, included = cell.values.clone(), dict(cell.included)  # what it is now, whenever it leaves
+        for pull in may:
+            del pulls[pull.worker]
+        return self._once_replicated(
+            key,
+            cell.number,
+            [(p.worker, Values(self._view.number, key, p.worker, p.clock, own, included, p.within)) for p in may],
+        )
 
     # -- as a replica ---------------------------------------------------------------------------
 

@@ -44,4 +44,4 @@ def test_in_bulk_it_reaches_what_ddp_reaches_and_a_rule_that_follows_learning_is
     assert all(r["replicas_equal"] and r["steps"] == 40 for r in runs.values())
     assert all(r["seconds"] > 40 * 0.01 for r in runs.values())
     pushed = runs["server bsp"]["wire_bytes_per_step"]
-    assert 4 * 301_066 < pushed < 4 * 301_066 + 10_000
+    assert 4 * 301_066 < pushed < 1.05 * 4 * 301_066  # and questions, and what is asked for at the start and the end

@@ -25,7 +25,8 @@ def test_rows_compare_what_was_seen_with_the_line_and_the_recursion() -> None:
     assert bare["of_line"] == pytest.approx(0.6 / 0.8)
     assert joined["foretold_s"] == pytest.approx(0.4 + 0.8 + 0.15)
     assert [r["way"] for r in (by_layer, first)] == ["by layer", "first first"]
-    assert first["foretold_s"] <= by_layer["foretold_s"] <= joined["foretold_s"]  # type: ignore[operator]
+    times = [r["foretold_s"] for r in (first, by_layer, joined)]
+    assert times == sorted(times) or max(times) == pytest.approx(min(times))  # type: ignore[type-var]
 
 
 def test_the_network_has_the_bytes_and_takes_the_seconds_that_it_should() -> None:

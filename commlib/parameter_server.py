@@ -148,8 +148,7 @@ class ParameterServer:
             self._syncer.take()
             self._begun_at = self._worker.begun_at
         except BaseException:
-            with contextlib.suppress(CommlibError):  # what went wrong is what is raised
-                self._leave()
+            self._leave(in_order=False)
             raise
 
     def step(self) -> None:
@@ -231,21 +230,28 @@ class ParameterServer:
         if error is None:
             self.close()
         elif not self._closed:
-            with contextlib.suppress(CommlibError):  # what went wrong is what is raised
-                self._leave()
+            self._leave(in_order=False)
 
-    def _leave(self) -> None:
+    def _leave(self, *, in_order: bool = True) -> None:
+        """``in_order``: not after an error, which nothing may hold up; others learn of it soon enough."""
         client = self._worker.client
         self._closed, self._traffic = True, (client.sent, client.received)
         self._syncer.remove()
         self._guard.remove()
         try:
-            self._worker.close()
+            self._worker.close(flush=in_order)
         finally:
-            if self._embedded is not None:
-                if self._embedded.keeps and not self._worker.await_end(self._timeout):
-                    _log.warning("not all workers have gone for %g s; the meeting place closes", self._timeout)
-                self._embedded.close()
+            self._end_servers(in_order)
+
+    def _end_servers(self, in_order: bool) -> None:
+        if self._embedded is None:
+            return
+        if self._embedded.keeps and not in_order:
+            self._embedded.kill()  # nothing of the job is left without it
+            return
+        if self._embedded.keeps and not self._worker.await_end(self._timeout):
+            _log.warning("not all workers have gone for %g s; the meeting place closes", self._timeout)
+        self._embedded.close()
 
     def _check_open(self) -> None:
         if self._closed:

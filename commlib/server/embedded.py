@@ -24,6 +24,7 @@ from commlib.server.saver import Snapshots
 from commlib.where import address_of, address_towards, machine, store_host
 
 _GRACE_S = 10.0
+_LEFT: list[subprocess.Popen[bytes]] = []  # that go on without their worker; held, or Popen would complain
 
 
 class Embedded:
@@ -76,7 +77,14 @@ class Embedded:
             raise CommlibError(f"a shard's process ended with status {ended[0]} before the job began: see its output")
 
     def close(self) -> None:
-        """Waits until the shards have ended, and ends them if they do not."""
+        """When all workers have gone: waits until the shards have ended, and ends them if they do not.
+
+        Where the meeting place is not kept, others may still train with the shards: they end by themselves when all
+        is over, or the meeting place gone.
+        """
+        if not self.keeps:
+            _LEFT.extend(self._children)
+            self._children = []
         end = time.monotonic() + _GRACE_S
         for child in self._children:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -84,7 +92,7 @@ class Embedded:
         self.kill()
 
     def kill(self) -> None:
-        """Ends what still runs, and the meeting place."""
+        """Ends what still runs here, and the meeting place if it is here: the job."""
         for child in self._children:
             if child.poll() is None:
                 child.kill()

@@ -99,8 +99,11 @@ class Worker:
         assert self._client is not None
         return self._client
 
-    def close(self) -> None:
+    def close(self, *, flush: bool = True) -> None:
         """Goes: the others no longer wait for it. Again: nothing.
+
+        Args:
+            flush: wait until all that it pushed is acknowledged.
 
         Raises:
             CommlibError: what it pushed is not acknowledged; why.
@@ -109,7 +112,8 @@ class Worker:
             return
         client, self._client = self._client, None
         try:
-            client.flush()
+            if flush:
+                client.flush()
         finally:
             if self._member is not None:
                 self._member.stop()

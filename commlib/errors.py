@@ -11,7 +11,9 @@
             ├── ProtocolError          what a peer sent is not what was agreed on
             ├── AuthenticationError    a key that is missing, not allowed, or readable by others
             ├── CheckpointMismatch     a checkpoint that does not fit this model or set-up
-            └── MissingDependency      an optional package is needed; the message says what to install
+            ├── MissingDependency      an optional package is needed; the message says what to install
+            ├── SnapshotFailed         a snapshot that cannot be written, or read (commlib.server.snapshot)
+            └── TraceFailed            a trace that cannot be written, or merged (commlib.trace)
 
 A message names what was wrong, what is known, and what to do.
 """

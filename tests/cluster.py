@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -16,6 +17,14 @@ from commlib.server.saver import Snapshots
 from commlib.server.serve import serve
 
 TIMEOUT = 60.0
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Waits for it."""
+    end = time.monotonic() + TIMEOUT
+    while not true():
+        assert time.monotonic() < end, "it does not come true"
+        time.sleep(0.02)
 
 
 class Cluster:
@@ -47,6 +56,7 @@ class Cluster:
         self.stops: list[threading.Event] = []
         self.ends: list[str] = []
         """Why each shard has ended."""
+        self._came: list[str] = []
         for _ in range(shards):
             self.shard(snapshots)
 
@@ -57,7 +67,12 @@ class Cluster:
         def run() -> None:
             try:
                 why = serve(
-                    self.address, endpoint=self._endpoint, timeout=self._timeout, snapshots=snapshots, stop=stop
+                    self.address,
+                    endpoint=self._endpoint,
+                    timeout=self._timeout,
+                    snapshots=snapshots,
+                    stop=stop,
+                    ready=self._came.append,
                 )
                 self.ends.append(why)
             except commlib.CommlibError as e:
@@ -67,6 +82,10 @@ class Cluster:
         self._threads[-1].start()
         self.stops.append(stop)
         return stop
+
+    def await_shards(self) -> None:
+        """Until all can be seen."""
+        until(lambda: len(self._came) == len(self._threads))
 
     def join(
         self, model: nn.Module, optimizer: Optimizer, rank: int | None, spec: str = "bsp", **options: Any

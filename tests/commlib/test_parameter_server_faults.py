@@ -44,7 +44,7 @@ def test_another_model_is_named_by_what_differs_and_nobody_waits_for_it() -> Non
     with Cluster(1, 2) as cluster:
         begun = time.monotonic()
         first, second = cluster.outcomes(worker)
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 45  # and not the 60 s that a wait may take
     assert isinstance(second, commlib.PlanMismatch)
     assert "0.weight is float32 of (7, 5) here, and float32 of (6, 5) at who came first" in str(second)
     assert isinstance(first, commlib.CommlibError)
@@ -81,10 +81,11 @@ def test_a_wrong_world_size_is_named() -> None:
 
 
 def test_who_does_not_come_is_named_within_the_deadline() -> None:
-    with Cluster(2, 3, timeout=1.5) as cluster:
+    with Cluster(2, 3) as cluster:
+        cluster.await_shards()
         model, optimizer = make()
         with pytest.raises(commlib.PeerLost, match=r"for 1\.5 s: 2 of 2 shards came, and 1 of 3 workers; not 1, 2"):
-            cluster.join(model, optimizer, 0)
+            cluster.join(model, optimizer, 0, timeout=1.5)
 
 
 def test_a_worker_that_does_not_push_is_named_by_those_who_wait() -> None:

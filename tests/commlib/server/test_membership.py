@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import commlib
-from cluster import Cluster
+from cluster import Cluster, until
 from commlib.server.saver import Snapshots
 
 SEEDING = threading.Lock()
@@ -68,7 +68,7 @@ def test_shards_that_come_and_leave_change_no_bit_of_what_is_trained(undisturbed
 
     def leave() -> None:
         cluster.stops[0].set()
-        time.sleep(1.0)
+        until(lambda: bool(cluster.ends))
 
     with Cluster(2, 2) as cluster:
         found = trained(cluster, 30, {8: come, 16: leave})
@@ -128,7 +128,7 @@ def test_a_job_that_goes_on_from_snapshots_ends_as_if_it_had_not_stopped(
     tmp_path: Path, undisturbed: list[Tensor], copies: int
 ) -> None:
     with Cluster(2, 2, snapshots=Snapshots(str(tmp_path), 5)) as cluster:
-        trained(cluster, 17, {16: lambda: time.sleep(1.5)}, copies=copies)  # the state of step 15 is written by then
+        trained(cluster, 17, {16: lambda: until(lambda: len(list(tmp_path.glob("*-15.snapshot"))) == 2)}, copies=copies)
     with Cluster(2, 2, snapshots=Snapshots(str(tmp_path), 5, restore=True)) as cluster:
         begun: list[int] = []
 
@@ -147,7 +147,7 @@ def test_a_job_that_goes_on_from_snapshots_ends_as_if_it_had_not_stopped(
 
 def test_snapshots_of_another_job_are_neither_taken_nor_mixed_with(tmp_path: Path) -> None:
     with Cluster(1, 1, snapshots=Snapshots(str(tmp_path), 2)) as cluster:
-        trained(cluster, 6, {5: lambda: time.sleep(1.5)})
+        trained(cluster, 6, {5: lambda: until(lambda: bool(list(tmp_path.glob("*-4.snapshot"))))})
     mixed, nothing = r"has snapshots: go on from them \(restore\)", "are of another model or optimizer than this job's"
     with (
         Cluster(1, 1, snapshots=Snapshots(str(tmp_path), 2)) as cluster,
@@ -170,6 +170,6 @@ def test_a_folder_that_cannot_be_written_stops_no_training(tmp_path: Path, caplo
     occupied = tmp_path / "file"
     occupied.write_text("")
     with Cluster(1, 1, snapshots=Snapshots(str(occupied), 2)) as cluster:
-        trained(cluster, 6, {5: lambda: time.sleep(1.5)})
+        trained(cluster, 6, {5: lambda: until(lambda: "no snapshot of shard" in caplog.text)})
     assert cluster.ends == ["all workers have left"]
     assert "no snapshot of shard" in caplog.text

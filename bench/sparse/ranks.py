@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from commlib.bench.child import tell
 from commlib.bench.launch import run_ranks
@@ -68,7 +68,7 @@ def main(job: Job) -> list[tuple[Served | Worked, int, float]]:
     if rank >= first.servers:
         mine = examples(job.source, first.features, (rank - first.servers, first.workers))
     patience = datetime.timedelta(seconds=_MEET_S)
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=patience)  # type: ignore[attr-defined]
+    store = c10d.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=patience)
     results = []
     for number, plan in enumerate(job.plans):
         endpoint = OverTcp(rank, job=f"sparse {number}", timeout=plan.timeout, ranks=plan.ranks)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
@@ -132,11 +132,7 @@ class Run:
         self, ddp: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, total: int
     ) -> None:
         start = time.perf_counter()
-        rows = self.shards.next().to(self.device)
-        x, y = (t[rows] for t in self.task.train)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(self.recipe.lr, self.step, total)
-        optimizer.zero_grad()
+        x, y = self._begin_step(optimizer, total)
         with self._autocast():
             loss = cross_entropy(ddp(x), y)
         self._pause()  # after the forward pass: before, there may be no values to compute with
@@ -151,6 +147,15 @@ class Run:
             torch.cuda.synchronize(self.device)
         self.step += 1
         self.seconds.append(time.perf_counter() - start)
+
+    def _begin_step(self, optimizer: torch.optim.Optimizer, total: int) -> tuple[Tensor, Tensor]:
+        """The next examples and their targets; the optimizer is ready for them."""
+        rows = self.shards.next().to(self.device)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(self.recipe.lr, self.step, total)
+        optimizer.zero_grad()
+        x, y = (t[rows] for t in self.task.train)
+        return x, y
 
     def _pause(self) -> None:
         """What a slower device would take; now and then ten times as long."""

@@ -11,7 +11,7 @@ import commlib
 from commlib.consistency import make as make_rule
 
 from .evaluate import accuracy
-from .loop import Run, learning_rate, make_optimizer
+from .loop import Run, make_optimizer
 from .result import Result, Traffic
 from .tasks import BadInput, cross_entropy
 
@@ -56,11 +56,7 @@ class ServedRun(Run):
 
     def _served_step(self, server: commlib.ParameterServer, optimizer: torch.optim.Optimizer, total: int) -> None:
         start = time.perf_counter()
-        rows = self.shards.next().to(self.device)
-        x, y = (t[rows] for t in self.task.train)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(self.recipe.lr, self.step, total)
-        optimizer.zero_grad()
+        x, y = self._begin_step(optimizer, total)
         loss = cross_entropy(self.model(x), y)
         self._pause()
         loss.backward()  # type: ignore[no-untyped-call]

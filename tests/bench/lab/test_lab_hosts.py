@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,17 +84,18 @@ def test_both_ends_of_a_connection_control_congestion_alike_whatever_the_machine
 
 @pytest.mark.alone
 @pytest.mark.parametrize("rate", [20e6, 100e6])
-def test_a_stream_gets_the_rate_less_its_headers(lab: MakeLab, rate: float) -> None:
+def test_a_stream_gets_the_rate_less_its_headers(lab: MakeLab, rate: float, presence: Callable[[], Any]) -> None:
     hosts = lab(2, rate)
     headers = 1448 / 1514  # TCP payload of a full frame
-    measured = 0.0
+    best = 0.0
     for _ in range(32):  # whatever else runs can but slow it down: a quarter of a second may well be free of it
-        measured = max(measured, stream(hosts, 0, 1, round(rate / 32)) * 1e6)
-        if measured > 0.8 * headers * rate:
+        with presence() as machine:
+            measured = stream(hosts, 0, 1, round(rate / 32)) * 1e6
+        assert measured < 1.06 * headers * rate
+        best = max(best, measured / machine.share)
+        if best > 0.8 * headers * rate:
             break
-    # A shaper that is woken late loses what it could have sent: on cores lent to others the line is slower. A wrong
-    # unit or a burst that is too small shows as a factor.
-    assert 0.4 * headers * rate < measured < 1.06 * headers * rate
+    assert best > 0.8 * headers * rate
 
 
 def test_the_rate_changes_while_the_lab_stands_and_for_one_host_alone(lab: MakeLab) -> None:

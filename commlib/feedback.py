@@ -17,13 +17,20 @@ class ErrorFeedback(Compressor):
 
     Summed over time nothing is lost: Σ sent + r = Σ x. A biased codec converges only with it.
 
+    Args:
+        inner: the codec.
+        decay: β: v = x + βr, so what is held back long fades away, as in SparseLoCo (arXiv 2508.15706); 1: it stays.
+
     Raises:
-        ValueError: if the codec is lossless or keeps a residual of its own.
+        ValueError: if the codec is lossless or keeps a residual of its own; β is not in (0, 1].
     """
 
     inner: Compressor
+    decay: float = 1.0
 
     def __post_init__(self) -> None:
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"error feedback decays by a factor in (0, 1], got ef={self.decay}")
         if not self.inner.takes_feedback:
             raise ValueError(f"error feedback around '{self.inner}': it is lossless or keeps a residual of its own")
         for attr in ("name", "random", "shared_seed", "default_exchange"):
@@ -36,7 +43,8 @@ class ErrorFeedback(Compressor):
         return {"residual": Slot(spec.shape), **self.inner.slots(spec)}
 
     def encode(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
-        carry = Carry(memory.old["residual"], memory.new["residual"])
+        old, new = memory.old["residual"], memory.new["residual"]
+        carry = Carry(old if self.decay == 1 else torch.mul(old, self.decay, out=new), new)
         self.inner.encode_feedback(x, carry, payload, memory=memory, seed=seed)
 
     def decode(self, payload: Tensor, out: Tensor, *, add: bool, scale: float, seed: int) -> None:
@@ -65,7 +73,7 @@ class ErrorFeedback(Compressor):
 
     def at(self, step: int) -> Compressor:
         inner = self.inner.at(step)
-        return self if inner is self.inner else ErrorFeedback(inner)
+        return self if inner is self.inner else ErrorFeedback(inner, self.decay)
 
     def kernels(self, like: Tensor) -> str:
         return self.inner.kernels(like)
@@ -83,6 +91,8 @@ class ErrorFeedback(Compressor):
 
     def options(self) -> dict[str, object]:
         inner = {k: v for k, v in self.inner.options().items() if k != "ef"}
+        if self.decay != 1:
+            return {**inner, "ef": self.decay}
         return {**inner, "ef": True} if self.inner.unbiased else inner
 
 

@@ -6,7 +6,7 @@ alike. A spec string names one with its options::
     name[:option=value[,option=value…]]          topk:ratio=0.01,values=int8
 
 ``ef=on`` and ``ef=off`` are understood for every codec and switch error feedback; by default biased
-codecs have it and unbiased ones do not.
+codecs have it and unbiased ones do not. ``ef=0.95`` has a residual that decays by so much a step.
 """
 
 from __future__ import annotations
@@ -102,16 +102,24 @@ def make(spec: str | Compressor) -> Compressor:
     if not isinstance(spec, str):
         raise TypeError(f"a compressor is a spec string or a Compressor, not {type(spec).__name__}")
     name, options = split("compressor", spec)
-    feedback = switch(spec, "ef", options.pop("ef")) if "ef" in options else None
+    feedback = _feedback(spec, options.pop("ef")) if "ef" in options else None
     codec = _build(name, options)
     if feedback is None:
         return with_default_feedback(codec)
-    return ErrorFeedback(codec) if feedback else codec
+    return ErrorFeedback(codec, feedback) if feedback else codec
 
 
 def make_plain(spec: str) -> Compressor:
     """A codec without error feedback, as a part of another one (``values=int8``)."""
     return _build(*split("compressor", spec))
+
+
+def _feedback(spec: str, text: str) -> float:
+    """What residuals decay by: 1 for ``on``, 0 for ``off``."""
+    try:
+        return float(text)
+    except ValueError:
+        return float(switch(spec, "ef", text))
 
 
 def _build(name: str, options: Mapping[str, str]) -> Compressor:

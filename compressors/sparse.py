@@ -41,12 +41,20 @@ class Sparse(Compressor):
     def kernels(self, like: Tensor) -> str:
         return kernels(like).name
 
+    def _count(self, n: int) -> int:
+        """k."""
+        return kept(self.ratio, n)
+
+    def _largest(self, x: Tensor, carry: Carry | None) -> tuple[Tensor, Tensor]:
+        """The places of the largest, ascending, and the values there, of ``x``, or x + carry.old into carry.new."""
+        return kernels(x).largest(x.view(-1), self._count(x.numel()), carry)
+
     def _values_nbytes(self, n: int) -> int:
-        return self._codec.nbytes(LayerSpec("values", (kept(self.ratio, n),)))
+        return self._codec.nbytes(LayerSpec("values", (self._count(n),)))
 
     def nbytes(self, spec: LayerSpec) -> int:
         n = spec.numel
-        return self._values_nbytes(n) + elias_fano_nbytes(n, kept(self.ratio, n))
+        return self._values_nbytes(n) + elias_fano_nbytes(n, self._count(n))
 
     def _encode_largest(self, x: Tensor, payload: Tensor, seed: int, carry: Carry | None = None) -> Tensor:
         """Write the payload for ``x``, or x + carry.old, which is left in carry.new.
@@ -54,9 +62,8 @@ class Sparse(Compressor):
         Returns:
             The places sent, int64, shape (k,), ascending. Whatever is not finite is among them, if there is room.
         """
-        n = x.numel()
-        places, values = kernels(x).largest(x.view(-1), kept(self.ratio, n), carry)
-        self._write(places, values, n, payload, seed)
+        places, values = self._largest(x, carry)
+        self._write(places, values, x.numel(), payload, seed)
         return places
 
     def _write(self, places: Tensor, values: Tensor, n: int, payload: Tensor, seed: int) -> None:
@@ -74,7 +81,7 @@ class Sparse(Compressor):
 
     def _decode_values(self, payload: Tensor, flat: Tensor, seed: int) -> Tensor:
         """In memory that the next call overwrites."""
-        values = scratch("values", (kept(self.ratio, flat.numel()),), flat.dtype, flat.device)
+        values = scratch("values", (self._count(flat.numel()),), flat.dtype, flat.device)
         head = payload[: self._values_nbytes(flat.numel())]
         self._codec.decode(head, values, add=False, scale=1.0, seed=seed)
         return values
@@ -91,7 +98,7 @@ class Sparse(Compressor):
 
     def contraction(self, spec: LayerSpec) -> float | None:
         """k/n times that of the values: ‖C(x) − x‖² = (what was left out) + (1 − δ)·(what was sent), at most."""
-        k = kept(self.ratio, spec.numel)
+        k = self._count(spec.numel)
         inner = self._codec.contraction(LayerSpec("values", (k,)))
         return None if inner is None else inner * k / max(1, spec.numel)
 

@@ -12,12 +12,12 @@ import torch.distributed as dist
 import typer
 
 from commlib.bench.launch import RankFailed, Terminated, run_ranks
-from commlib.bench.options import Levels, Limit
+from commlib.bench.options import Levels, Limit, Plot
 from commlib.bench.progress import Bar
 from commlib.bench.sparse import command as sparse
 from commlib.errors import CheckpointMismatch, CommlibError, MissingDependency
 
-from . import rank, report
+from . import picture, rank, report
 from .settings import Settings, check_ranks
 from .tasks import BadInput
 
@@ -56,9 +56,21 @@ def train(
     server: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="RULE", help="With a parameter server: bsp, ssp:3, asp, dtssp …; repeatable, beside --comm."
+            metavar="RULE",
+            help="With a parameter server: bsp, ssp:3, asp …, or 'ssp:3 push=onebit pull=int8 background'; repeatable.",
         ),
     ] = None,
+    local: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RULE",
+            help="By local steps: average, diloco, …, or 'diloco tau=auto codec=int8 times=2'; repeatable.",
+        ),
+    ] = None,
+    curve: Annotated[
+        int | None, typer.Option(metavar="STEPS", help="Test loss every so many steps on the way.")
+    ] = None,
+    plot: Plot = None,
     step_time: Annotated[float, typer.Option(help="Seconds that each step takes besides: a slower device.")] = 0.0,
     pauses: Annotated[float, typer.Option(help="Share of the steps that take ten times --step-time, by rank.")] = 0.0,
     servers_count: Annotated[int | None, typer.Option(help="sparse-logistic: servers. [2]")] = None,
@@ -80,10 +92,16 @@ def train(
     """
     if sparse.takes_over(train, locals()):
         return
+    if plot is not None:
+        picture.check(plot)
+        if curve is None:
+            raise BadInput("--plot draws losses on the way: add --curve STEPS")
     settings = Settings(
         task=task,
         comms=tuple(comm or ["none"]),
         servers=tuple(server or ()),
+        local=tuple(local or ()),
+        curve=curve,
         seeds=(seed,) if seeds is None else tuple(range(seeds)),
         steps=steps,
         epochs=epochs,
@@ -111,6 +129,8 @@ def train(
         result = _with_local_ranks(settings, 2 if ranks is None else ranks)
     if result is None:
         return
+    if plot is not None:
+        picture.save(result, plot)
     if json:
         print(report.to_json(result))
     else:

@@ -20,6 +20,7 @@ import commlib
 from commlib.bench.levels import levels_of
 
 from .checkpoint import RunFolder, comm_state
+from .curve import Curve
 from .evaluate import evaluate
 from .replicas import check_replicas
 from .result import Result, Traffic
@@ -52,7 +53,8 @@ class Run:
         self.step = 0
         self.traffic = Traffic()
         self.seconds: list[float] = []
-        self.wall = 0.0
+        self.curve = Curve(settings.curve, lambda: evaluate(self.model, self.task, self._autocast)[0])
+        self.note: str | None = None
         self._draw = random.Random(f"{seed} {self.rank}")
         self.levels: str | None = None
 
@@ -94,15 +96,16 @@ class Run:
         if self.settings.epochs:
             total = self.step + self.shards.steps_until(self.settings.epochs)
         before = self.traffic - Traffic.of(comm.stats(), self.model, self.step)
-        begun = time.perf_counter()
-        while self.step < total:
-            self._one_step(ddp, optimizer, scaler, total)
-            on_step(self.step, total)
-            due = self.step == total or (self.settings.every and self.step % self.settings.every == 0)
-            if self.folder is not None and due:
-                self.traffic = before + Traffic.of(comm.stats(), self.model, self.step)
-                self._save(self.folder, optimizer, scaler, comm)
-        self.wall = time.perf_counter() - begun
+        with self.curve.running():
+            while self.step < total:
+                self._one_step(ddp, optimizer, scaler, total)
+                if self.settings.curve:
+                    self.curve.look(self.step, comm.stats().wire_bytes)
+                on_step(self.step, total)
+                due = self.step == total or (self.settings.every and self.step % self.settings.every == 0)
+                if self.folder is not None and due:
+                    self.traffic = before + Traffic.of(comm.stats(), self.model, self.step)
+                    self._save(self.folder, optimizer, scaler, comm)
         self.traffic = before + Traffic.of(comm.stats(), self.model, self.step)
         comm.close()  # not after an error: it would wait for ranks that have none
         result = self._result()
@@ -168,6 +171,7 @@ class Run:
 
     def _result(self) -> Result:
         weights = check_replicas(self.model, self.device, self.spec)
+        self.curve.look(self.step, self.traffic.wire, last=True)
         loss, accuracy = evaluate(self.model, self.task, self._autocast)
         return Result(
             comm=self.spec,
@@ -180,7 +184,9 @@ class Run:
             replicas_equal=True,
             weights=weights,
             levels=self.levels,
-            seconds=self.wall,
+            seconds=self.curve.wall,
+            curve=self.curve.points,
+            note=self.note,
         )
 
     # -- checkpoints ----------------------------------------------------------------------------

@@ -13,8 +13,11 @@ import torch.distributed as dist
 from commlib.bench.child import tell
 from commlib.bench.launch import cores
 
+from .local_spec import PREFIX as LOCAL
+from .locally import LocalRun
 from .loop import Run
-from .served import PREFIX, ServedRun
+from .served import ServedRun
+from .servers import PREFIX
 from .settings import Settings
 from .tasks import BadInput, load_task
 
@@ -57,7 +60,7 @@ def main(settings: Settings) -> dict[str, Any]:
     results, parameters, batch, steps = [], 0, 0, 0
     for comm in settings.runs:
         for seed in settings.seeds:
-            run = (ServedRun if comm.startswith(PREFIX) else Run)(settings, task, comm, seed, device)
+            run = _kind(comm)(settings, task, comm, seed, device)
             result = run.train(_Teller(comm, seed))
             results.append(dataclasses.asdict(result))
             parameters, batch, steps = run.parameters, run.recipe.batch, result.steps
@@ -94,6 +97,12 @@ def place(device: str, local_rank: int, local_ranks: int) -> tuple[torch.device,
     if device == "cpu" or gpus == 0 or (device == "auto" and local_ranks > gpus):
         return torch.device("cpu"), "gloo"
     return torch.device("cuda", local_rank % gpus), "nccl" if local_ranks <= gpus else "gloo"
+
+
+def _kind(comm: str) -> type[Run]:
+    if comm.startswith(LOCAL):
+        return LocalRun
+    return ServedRun if comm.startswith(PREFIX) else Run
 
 
 class _Teller:

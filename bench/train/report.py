@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from . import until
 from .result import BIG_LAYER
 
 Runs = Sequence[Mapping[str, Any]]
@@ -42,7 +43,7 @@ def summary(runs: Runs) -> list[dict[str, Any]]:
 
 def to_json(report: Mapping[str, Any]) -> str:
     """One JSON object: the facts, ``runs`` and ``summary``."""
-    return json.dumps({**report, "summary": summary(report["runs"])}, indent=2)
+    return json.dumps({**report, "summary": summary(report["runs"]), "until": until.rows(report["runs"])}, indent=2)
 
 
 def show(report: Mapping[str, Any]) -> None:
@@ -62,6 +63,11 @@ def show(report: Mapping[str, Any]) -> None:
         soft_wrap=True,
     )
     console.print(table(r["runs"]))
+    if any(run["curve"] for run in r["runs"]):
+        console.print(until.table(r["runs"]))
+    for run in r["runs"]:
+        if run["note"]:
+            console.print(f"{run['comm']}: {run['note']}", highlight=False, soft_wrap=True)
     console.print(
         "bytes: measured, sent by one rank per step; ×: how many times fewer than plain DDP;\n"
         f"big layers: those of at least {BIG_LAYER:,} values",

@@ -79,6 +79,8 @@ class Result:
         weights: SHA-256 of the final weights.
         levels: what became of a hierarchy; None if none was asked for.
         seconds: wall time of all steps of rank 0 in this process, until its last was exchanged.
+        curve: (seconds, steps, loss on the test set, bytes sent) on the way, if it was asked for.
+        note: what else there is to say, in words.
     """
 
     comm: str
@@ -96,3 +98,5 @@ class Result:
     weights: str
     levels: str | None = None
     seconds: float = 0.0
+    curve: list[tuple[float, int, float, int]] = dataclasses.field(default_factory=list)
+    note: str | None = None

@@ -13,14 +13,14 @@ from commlib.consistency import make as make_rule
 from .evaluate import accuracy
 from .loop import Run, make_optimizer
 from .result import Result, Traffic
+from .servers import PREFIX, Served
 from .tasks import BadInput, cross_entropy
 
-PREFIX = "server "
 _EVALUATIONS, _EXAMPLES = 30, 256  # for rules that follow the learning
 
 
 class ServedRun(Run):
-    """As :class:`Run`, with shards that keep the model: ``spec`` is ``server`` and a rule of consistency."""
+    """As :class:`Run`, with shards that keep the model: ``spec`` is ``server`` and what :class:`Served` reads."""
 
     def train(self, on_step: Callable[[int, int], None]) -> Result:
         """Train to the end.
@@ -34,21 +34,23 @@ class ServedRun(Run):
         """
         optimizer = make_optimizer(self.recipe, self.model)
         total = self.shards.steps_until(self.settings.epochs) if self.settings.epochs else self.recipe.steps
-        rule = make_rule(self.spec.removeprefix(PREFIX))
+        served = Served.of(self.spec.removeprefix(PREFIX))
+        rule = make_rule(served.rule)
         observes = isinstance(rule, commlib.DTSSP) and self.rank == 0
         try:
-            server = commlib.ParameterServer(self.model, optimizer, rule)
+            server = commlib.ParameterServer(
+                self.model, optimizer, rule, push=served.push, pull=served.pull, background=served.background
+            )
         except ValueError as e:
-            raise BadInput(f"--server {rule}: {e}") from e
-        begun, every = time.perf_counter(), max(1, total // _EVALUATIONS)
-        with server:
+            raise BadInput(f"--server {self.spec.removeprefix(PREFIX)}: {e}") from e
+        every = max(1, total // _EVALUATIONS)
+        with self.curve.running(), server:
             while self.step < total:
                 self._served_step(server, optimizer, total)
                 if observes and self.step % every == 0:
                     server.observe(accuracy(self.model, self.task, _EXAMPLES))
                 on_step(self.step, total)
             server.sync()
-            self.wall = time.perf_counter() - begun
         values = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
         dense = round(2 * (self.ranks - 1) / self.ranks * values * self.step)
         self.traffic = Traffic(wire=server.sent, dense=dense, steps=self.step)

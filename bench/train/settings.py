@@ -6,13 +6,15 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from commlib.consistency import make as make_rule
 from commlib.errors import unknown
 from commlib.pace import RateLimit
 from commlib.policy import policy_of
 from commlib.route import resolve
 
 from .checkpoint import run_path
+from .local_spec import PREFIX as LOCAL
+from .local_spec import Local
+from .servers import PREFIX, Served
 from .tasks import TASKS, BadInput, Defaults
 
 OPTIMIZERS = ("adam", "sgd")
@@ -27,7 +29,9 @@ class Settings:
     Args:
         task: one of ``TASKS``.
         comms: codec specs, trained one after the other.
-        servers: rules of consistency, each trained with a parameter server, after them.
+        servers: what :class:`Served` reads, each trained with a parameter server, after them.
+        local: what :class:`Local` reads, each trained by local steps, after these.
+        curve: steps between two evaluations on the way.
         seeds: each codec is trained once per seed.
         steps, epochs: length of a run, at most one of them.
         batch: examples per rank and step.
@@ -51,6 +55,8 @@ class Settings:
     task: str = "digits"
     comms: tuple[str, ...] = ("none",)
     servers: tuple[str, ...] = ()
+    local: tuple[str, ...] = ()
+    curve: int | None = None
     seeds: tuple[int, ...] = (0,)
     steps: int | None = None
     epochs: int | None = None
@@ -81,7 +87,7 @@ class Settings:
             raise BadInput("give --steps or --epochs, not both")
         for flag, value in (("steps", self.steps), ("epochs", self.epochs), ("batch", self.batch),
                             ("hidden", self.hidden), ("checkpoint-every", self.every), ("seeds", len(self.seeds)),
-                            ("lr", self.lr), ("bucket-cap-mb", self.bucket_cap_mb)):  # fmt: skip
+                            ("lr", self.lr), ("bucket-cap-mb", self.bucket_cap_mb), ("curve", self.curve)):  # fmt: skip
             if value is not None and not value > 0:
                 raise BadInput(f"--{flag} must be above 0, got {value}")
         for flag, value in (("dense-steps", self.dense_steps), ("min-size", self.min_size)):
@@ -103,7 +109,7 @@ class Settings:
         if not 0 <= self.pauses <= 1 or (self.pauses and not self.step_time):
             raise BadInput(f"--pauses is a share of the steps, with --step-time above 0; got {self.pauses}")
         _check_comms(self.comms)
-        self._check_servers()
+        self._check_others()
         if self.checkpoint is not None and not self.resume:
             used = [p for c in self.comms for s in self.seeds if (p := run_path(self.checkpoint, c, s)).exists()]
             if used:
@@ -112,20 +118,22 @@ class Settings:
     @property
     def runs(self) -> tuple[str, ...]:
         """What is trained, one after the other."""
-        return (*self.comms, *(f"server {rule}" for rule in self.servers))
+        return (*self.comms, *(PREFIX + rule for rule in self.servers), *(LOCAL + rule for rule in self.local))
 
-    def _check_servers(self) -> None:
-        for i, rule in enumerate(self.servers):
-            try:
-                make_rule(rule)
-            except ValueError as e:
-                raise BadInput(f"--server {rule}: {e}") from e
-            if rule in self.servers[:i]:
-                raise BadInput(f"--server {rule} is given twice")
-        for flag, on in (("--amp", self.amp), ("--limit", self.limit is not None), ("--hierarchy", self.hierarchy),
-                         ("--checkpoint", self.checkpoint is not None)):  # fmt: skip
-            if on and self.servers:
-                raise BadInput(f"{flag} goes with codecs, and not with --server")
+    def _check_others(self) -> None:
+        kinds = (("--server", self.servers, Served.of), ("--local", self.local, Local.of))
+        for name, rules, read in kinds:
+            for i, rule in enumerate(rules):
+                try:
+                    read(rule)
+                except ValueError as e:
+                    raise BadInput(f"{name} {rule}: {e}") from e
+                if rule in rules[:i]:
+                    raise BadInput(f"{name} {rule} is given twice")
+            for flag, on in (("--amp", self.amp), ("--limit", self.limit is not None), ("--hierarchy", self.hierarchy),
+                             ("--checkpoint", self.checkpoint is not None)):  # fmt: skip
+                if on and rules:
+                    raise BadInput(f"{flag} goes with codecs, and not with {name}")
 
     def recipe(self, task: Defaults, comm: str) -> Defaults:
         """How one codec is trained: the flags over the task's defaults; the same for every codec.
@@ -140,8 +148,13 @@ class Settings:
             lr=self.lr or lr,
             batch=self.batch or task.batch,
             steps=self.steps or task.steps,
-            momentum=0.0 if comm.partition(":")[0].strip() == "dgc" else task.momentum,
+            momentum=0.0 if _has_momentum(comm) else task.momentum,
         )
+
+
+def _has_momentum(comm: str) -> bool:
+    codec = Served.of(comm.removeprefix(PREFIX)).push if comm.startswith(PREFIX) else comm
+    return codec.partition(":")[0].strip() == "dgc"
 
 
 def check_ranks(ranks: int) -> None:

@@ -12,6 +12,7 @@ from commlib.slots import Carry
 places_encode, places_decode = elias_fano_encode, elias_fano_decode
 
 _MAGNITUDE = 0x7FFFFFFF
+_AT_ONCE = 1 << 20  # values whose keys, twice as long, are held at once
 
 
 def largest(x: Tensor, k: int, carry: Carry | None = None) -> tuple[Tensor, Tensor]:
@@ -37,6 +38,28 @@ def largest(x: Tensor, k: int, carry: Carry | None = None) -> tuple[Tensor, Tens
     places = torch.empty(k + 1, dtype=torch.int64, device=v.device)
     places = places.scatter_(0, cell, torch.arange(v.numel(), device=v.device))[:k]
     return places, v[places]
+
+
+def largest_of_each(v: Tensor, k: int) -> Tensor:
+    """Where the k values of largest magnitude of each row are; of equal ones the first. NaN is above infinity.
+
+    Args:
+        v: float32, (rows, n), contiguous, n ≥ k.
+        k: how many of each row.
+
+    Returns:
+        int64, (rows·k,), ascending: indices into all values.
+    """
+    rows, n = v.shape
+    at_once = max(1, _AT_ONCE // max(1, n))
+    places = torch.empty(rows, k, dtype=torch.int64, device=v.device)
+    backwards = torch.arange(n, 0, -1, device=v.device)
+    for first in range(0, rows, at_once):
+        some = v[first : first + at_once]
+        # no two keys are equal, so which are the largest does not depend on how they are found
+        keys = (some.view(torch.int32) & _MAGNITUDE).to(torch.int64).bitwise_left_shift_(32).bitwise_or_(backwards)
+        places[first : first + len(some)] = keys.topk(k, dim=1, sorted=False).indices.sort(dim=1).values
+    return places.add_(torch.arange(rows, device=v.device)[:, None], alpha=n).view(-1)
 
 
 def largest_moved(

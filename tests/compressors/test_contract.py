@@ -21,7 +21,7 @@ from strategies import encode, roundtrip, tensors
 
 BUILT_IN = [
     "none", "fp16", "bf16", "onebit", "sign", "int8", "int4", "qsgd", "ternary", "natural", "topk", "randomk", "dgc",
-    "powersgd", "blocks",
+    "powersgd", "blocks", "twobit", "dct",
 ]  # fmt: skip
 TURNED = [
     "onebit:axis=tensor",
@@ -30,7 +30,11 @@ TURNED = [
     "qsgd:levels=1,block=20",
     "qsgd:levels=32767",
     "ternary:block=64",
+    "twobit:block=7",
+    "dct:keep=3,side=5",
     "topk:ratio=1",
+    "topk:ratio=0.1,chunk=32",
+    "topk:ratio=0.1,values=twobit:block=4,chunk=40",
     "topk:ratio=0.1,values=int4:block=16",
     "topk:ratio=0.1,values=fp16",
     "topk:ratio=0.2,values=qsgd:levels=3;block=64",
@@ -232,6 +236,14 @@ def test_a_random_codec_asks_for_a_seed_and_heeds_it(spec: str) -> None:
         ("topk:ratio=0", r"topk: ratio must be in \(0, 1\], got 0.0"),
         ("topk:ratio=2", r"topk: ratio must be in \(0, 1\], got 2.0"),
         ("topk:ratio=nan", r"topk: ratio must be in \(0, 1\], got nan"),
+        ("topk:chunk=-1", "topk: chunk must be 1 or more"),
+        ("topk:ef=1.5", r"by a factor in \(0, 1\], got ef=1.5"),
+        ("topk:ef=nan", "got ef=nan"),
+        ("topk:ef=perhaps", "ef must be on or off, got 'perhaps'"),
+        ("none:ef=0.9", "it is lossless"),
+        ("dct:keep=0", "dct: keep must be at least 1, got 0"),
+        ("dct:side=0", "dct: side must be at least 1, got 0"),
+        ("twobit:block=0", "twobit: block must be at least 1"),
         ("topk:values=int9", "unknown compressor 'int9'"),
         ("topk:values=int8:blok=3", "did you mean 'block'"),
         ("topk:values=powersgd", "keeps memory or shares a seed"),

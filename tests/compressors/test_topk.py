@@ -92,3 +92,28 @@ def test_is_random_only_if_its_values_are() -> None:
     assert TopK(values="qsgd").random
     assert TopK() == TopK(values="fp32")
     assert TopK().default_exchange == "gather"
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 500), st.integers(1, 60), st.sampled_from([0.01, 0.1, 0.5, 1.0]), st.integers(0, 2**31))
+def test_chunks_send_what_topk_sends_of_each(n: int, chunk: int, ratio: float, seed: int) -> None:
+    x = torch.randn(n, generator=torch.Generator().manual_seed(seed)).mul(2).round()  # with ties
+    alone = [roundtrip(TopK(ratio), part) for part in x.split(chunk)]
+    assert torch.equal(roundtrip(TopK(ratio, chunk=chunk), x), torch.cat(alone))
+
+
+def test_chunks_of_what_is_carried_leave_what_was_not_sent() -> None:
+    codec, g = ErrorFeedback(TopK(0.25, chunk=4)), torch.tensor([1.0, 2, 3, 4, 8, 7, 6, 5, 1])
+    memory = Memory.zeros(codec, LayerSpec.of(g))
+    payload = torch.empty(codec.nbytes(LayerSpec.of(g)), dtype=torch.uint8)
+    codec.compress(g, payload, memory=memory)
+    assert memory.new["residual"].tolist() == [1, 2, 3, 0, 0, 7, 6, 5, 0]
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_a_chunk_sends_what_is_not_finite_first(value: float) -> None:
+    x = torch.arange(1.0, 101)
+    x[42] = value
+    decoded = roundtrip(TopK(0.1, chunk=10), x)
+    assert not decoded[42].isfinite()
+    assert decoded[decoded.isfinite()].count_nonzero() == 9

@@ -1,0 +1,53 @@
+"""When each run had the loss at which the first one ended, by the losses on the way. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+Runs = Sequence[Mapping[str, Any]]
+
+
+def rows(runs: Runs) -> list[dict[str, Any]]:
+    """One for each run that has a curve, against the first kind of run with the same seed.
+
+    ``seconds``, ``steps`` and ``bytes`` (of one rank) are those of the first look that found a loss no higher, None if
+    there was none; ``times_faster`` and ``times_fewer_bytes`` compare with the whole of that first run.
+    """
+    firsts = {r["seed"]: r["curve"][-1] for r in runs if r["comm"] == runs[0]["comm"] and r["curve"]}
+    found = []
+    for r in (r for r in runs if r["curve"] and r["seed"] in firsts):
+        whole = firsts[r["seed"]]
+        seconds, steps, _, sent = next((point for point in r["curve"] if point[2] <= whole[2]), [None] * 4)
+        found.append(
+            {
+                "comm": r["comm"],
+                "seed": r["seed"],
+                "loss": whole[2],
+                "seconds": seconds,
+                "steps": steps,
+                "bytes": sent,
+                "times_faster": None if seconds is None else whole[0] / seconds,
+                "times_fewer_bytes": None if not sent else whole[3] / sent,
+            }
+        )
+    return found
+
+
+def table(runs: Runs) -> Table:
+    """For people."""
+    t = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    t.add_column("until a test loss of", no_wrap=True)
+    for head in ("loss", "s", "×", "steps", "MB", "×"):
+        t.add_column(head, justify="right", no_wrap=True)
+    for r in rows(runs):
+        if r["seconds"] is None:
+            t.add_row(r["comm"], f"{r['loss']:.3f}", *["–"] * 5)
+            continue
+        fewer = "–" if r["times_fewer_bytes"] is None else f"{r['times_fewer_bytes']:,.1f}"
+        figures = (f"{r['seconds']:,.1f}", f"{r['times_faster']:,.1f}", f"{r['steps']:,}", f"{r['bytes'] / 1e6:,.2f}")
+        t.add_row(r["comm"], f"{r['loss']:.3f}", *figures, fewer)
+    return t

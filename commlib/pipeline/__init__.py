@@ -1,0 +1,1 @@
+"""Pipelines whose stages train by parameter servers: HetPipe's virtual workers."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,9 +14,11 @@ from commlib.bench.options import Json, Plot, Save
 from commlib.bench.record import Record, emit, facts, write
 from commlib.bench.report import Row, console, print_rows
 
-from . import picture, published, table
+from . import algorithms, picture, published, rounds, rounds_picture, table
+from .algorithms import Question
 from .layers import Model
 from .own import own
+from .rounds import ALGORITHMS, Table
 from .schemes import Outcome, outcomes
 from .setting import Setting, parse_ranks
 from .zoo import MODELS, known
@@ -47,6 +50,20 @@ def plan(
     show_published: Annotated[
         bool, typer.Option("--published", help="Print published speed-ups beside the predicted ones instead.")
     ] = False,
+    algorithm: Annotated[
+        list[str] | None, typer.Option(help=f"Time to an accuracy instead, of {', '.join(ALGORITHMS)}; repeat it.")
+    ] = None,
+    step_s: Annotated[
+        float | None, typer.Option("--step-s", help="C, seconds of one rank's step. [the model's; else 1]")
+    ] = None,
+    meeting_s: Annotated[
+        float | None, typer.Option("--meeting-s", help="S, seconds of an exchange. [the model's; else 0.01 C to 100 C]")
+    ] = None,
+    tau: Annotated[int | None, typer.Option(help="Local steps between two exchanges. [all that were measured]")] = None,
+    accuracy: Annotated[float, typer.Option(help="To be reached, of 1.")] = algorithms.ACCURACY,
+    rounds_table: Annotated[
+        Path | None, typer.Option("--table", metavar="FILE", help="Of rounds to accuracies. [that of the digits]")
+    ] = None,
     plot: Plot = None,
     as_json: Json = False,
     save: Save = None,
@@ -58,11 +75,26 @@ def plan(
     all. auto: factors, owners or dense for each, the least work that comes within 2 % of the shortest step. adam: rows
     go to the rank that owns the layer, and the matrix back.
 
+    --algorithm: when training reaches an accuracy, from S, C and a table of rounds that was measured: naive parallel
+    SGD beside local steps (sparknet, easgd, diloco) and a server's rules (ssp, wsp).
+
     The link is a ring; a collective takes its latencies and its bytes over --gbit. The backward pass takes twice the
     forward pass. docs/plan.md has all assumptions. What a real cluster does is for `commlib bench train` to say.
     """
     if (layers or show_published) and (save is not None or plot is not None):
         raise ValueError("--layers and --published only print: leave out --save and --plot")
+    if algorithm:
+        if layers or show_published or save is not None:
+            raise ValueError("--algorithm prints and draws: leave out --layers, --published and --save")
+        link = Setting(gbit, latency_us, tflops, batch or Setting.batch)
+        found = None if model is None else _model(model, positions, example)
+        counts = parse_ranks(ranks) if ranks else (algorithms.RANKS,)
+        asked = Question.of(algorithm, counts, step_s, meeting_s, tau, accuracy, found, link)
+        whose = "the digits" if rounds_table is None else str(rounds_table)
+        _print_algorithms(asked, rounds.read(rounds_table), whose, plot, as_json)
+        return
+    if any(given is not None for given in (step_s, meeting_s, tau, rounds_table)):
+        raise ValueError("--step-s, --meeting-s, --tau and --table are for --algorithm")
     if show_published:
         _print_published(as_json)
         return
@@ -148,6 +180,20 @@ def _print_published(as_json: bool) -> None:
     _print_points(published.rows())
     for line in published.sources():
         print(line)
+
+
+def _print_algorithms(asked: Question, measured: Table, whose: str, plot: Path | None, as_json: bool) -> None:
+    if plot is not None:
+        rounds_picture.check(plot)
+    rows = algorithms.answer(asked, measured)
+    if plot is not None:
+        rounds_picture.save(asked, measured, plot)
+    if as_json:
+        print_rows(rows, as_json=True)
+        return
+    about, shown = algorithms.for_people(asked, rows, whose)
+    print(about)
+    print_rows(shown, title="speed-up over one rank, by S")
 
 
 def _print_points(rows: list[Row]) -> None:

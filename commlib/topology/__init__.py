@@ -1,0 +1,1 @@
+"""Groups of workers, and groups of servers."""

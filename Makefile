@@ -5,11 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WHEEL := build/wheel-test
+SPARK := build/spark
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test chaos fuzz lint bench wheel-test clean types
+.PHONY: help demo test chaos fuzz lint bench wheel-test spark clean types
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
@@ -71,6 +72,18 @@ wheel-test: $(READY)  ## build the wheel, and run fast tests against it, away fr
 		../venv/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not checkout" --hypothesis-profile=few \
 		$(WHEEL_TESTS) $(ARGS)
 
+spark: $(SPARK)/.ready  ## train inside Spark (examples/spark_train.py) and look at the results; needs Java
+	$(SPARK)/bin/python -m pytest tests/examples/test_spark_train.py $(ARGS)
+
+# A venv of its own, for pyspark is large; it borrows all else from .venv, torch above all, as that of wheel-test does.
+$(SPARK)/.ready: $(READY)
+	@echo "setting up $(SPARK) (pyspark is a large download the first time)"
+	@rm -rf $(SPARK) && $(BIN)/python -m venv $(SPARK)
+	@site='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+		$(BIN)/python -c "$$site" > "$$($(SPARK)/bin/python -c "$$site")/dependencies.pth"
+	@$(SPARK)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[spark]'
+	@touch $@
+
 clean:  ## remove what was built, and the caches; .venv stays
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
@@ -79,7 +92,7 @@ clean:  ## remove what was built, and the caches; .venv stays
 types:
 	@rm -rf build/typed && mkdir -p build/typed/commlib
 	@cd build/typed/commlib && ln -s ../../../commlib/* ../../../compressors ../../../transports ../../../bench .
-	@ln -s ../../tests/cluster.py ../../tests/driver.py ../../tests/fleet.py ../../tests/frames.py ../../tests/loops.py ../../tests/strategies.py ../../tests/toy.py ../../tests/turns.py ../../tests/wires.py build/typed
+	@ln -s ../../tests/cluster.py ../../tests/driver.py ../../tests/fleet.py ../../tests/frames.py ../../tests/loops.py ../../tests/strategies.py ../../tests/toy.py ../../tests/traces.py ../../tests/turns.py ../../tests/wires.py build/typed
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \

@@ -16,11 +16,17 @@ from commlib.consistency import ASP, BSP, DTSSP, SSP, WSP, Consistency, Downpour
 from commlib.errors import CheckpointMismatch, CommlibError, MissingDependency, PeerLost, PlanMismatch
 from commlib.feedback import ErrorFeedback
 from commlib.hook import HookState, hook
+from commlib.local.elastic import ElasticAveraging
+from commlib.local.steps import LocalSteps
 from commlib.pace import RateLimit
 from commlib.parameter_server import ParameterServer
+from commlib.pipeline.hetpipe import HetPipe
+from commlib.placement.place import place
 from commlib.policy import Exact, Lossy
 from commlib.registry import make
 from commlib.route import Plan, Route
+from commlib.servers import Servers
+from commlib.sharded.step import ShardedStep
 from commlib.stats import LayerStats, Stats
 from commlib.stepwise import LowRank
 
@@ -37,11 +43,14 @@ __all__ = [
     "Compressor",
     "Consistency",
     "Downpour",
+    "ElasticAveraging",
     "ErrorFeedback",
     "Exact",
+    "HetPipe",
     "HookState",
     "LayerSpec",
     "LayerStats",
+    "LocalSteps",
     "Lossy",
     "LowRank",
     "Memory",
@@ -52,10 +61,13 @@ __all__ = [
     "PlanMismatch",
     "RateLimit",
     "Route",
+    "Servers",
+    "ShardedStep",
     "Slot",
     "Stats",
     "attach",
     "hook",
     "make",
     "merge_state_dicts",
+    "place",
 ]

@@ -79,6 +79,28 @@ class AllToAll:
         return sum(self.splits) - self.splits[self.own]
 
 
+@dataclasses.dataclass(frozen=True)
+class PushPull:
+    """``out``, (n,) ← the sum over all ranks of ``tensor``, (n,), by way of servers; ``tensor`` stays as it is.
+
+    Args:
+        layer: whose values they are.
+    """
+
+    layer: str
+    out: Tensor
+    tensor: Tensor
+    payers: Payers = ()
+
+    def issue(self, group: Any) -> Any:
+        """Push and ask, by a :class:`~commlib.server.group.ServerGroup`; returns what can be waited for."""
+        return group.push_pull(self.layer, self.out, self.tensor)
+
+    def wire_bytes(self, world: int) -> float:
+        """Bytes this rank sends: all once."""
+        return self.tensor.nbytes
+
+
 class Collective(Protocol):
     """What whoever drives an exchange needs to know of a collective."""
 
@@ -93,8 +115,8 @@ class Collective(Protocol):
         """Bytes this rank sends; asked after :meth:`issue`."""
 
 
-Scope = Literal["world", "local", "inter"]
-"""Which ranks a collective is of: all; those of this rank's node; or its counterparts on all nodes."""
+Scope = Literal["world", "local", "inter", "servers"]
+"""Which ranks a collective is of: all; those of this rank's node; its counterparts on all nodes; all, and servers."""
 
 
 @dataclasses.dataclass(frozen=True)

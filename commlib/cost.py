@@ -76,6 +76,26 @@ def ps_colocated(s: Shape) -> float:
     return 2 * s.matrix * (s.workers + s.servers - 2) / s.servers
 
 
+def push_pull_worker(nbytes: float) -> float:
+    """Bytes a worker sends by servers elsewhere, and as many come: the gradient, however many workers there are."""
+    return nbytes
+
+
+def push_pull_shard(nbytes: float, workers: int, shards: int) -> float:
+    """Bytes that the busiest of so many servers gets, and sends: P1·bytes/P2, where each keeps as much."""
+    return workers * nbytes / shards
+
+
+def push_pull_gain(workers: int, shards: int) -> float:
+    """How many times as fast as a ring dedicated servers are, where all have links alike and nothing else takes time.
+
+    2(P1 − 1)/P1 by max(1, P1/P2). Of three workers or more it wins from more than P1²/(2(P1 − 1)) servers on; with P1
+    it is nearly twice.
+    """
+    ring = 2 * (workers - 1) / workers
+    return ring / max(push_pull_worker(1.0), push_pull_shard(1.0, workers, shards))
+
+
 def factors(s: Shape) -> int:
     """Values of a worker that sends its factors to all others: 2K(P1 − 1)(M + N)."""
     return 2 * (s.workers - 1) * s.factors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import weakref
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -20,7 +21,10 @@ from commlib.exchange.sequencer import Sequencer
 from commlib.exchange.valve import Throttle
 from commlib.handshake import publish_absence, roll_call
 from commlib.hierarchy import Hierarchy
+from commlib.layer import LayerSpec
 from commlib.pace import RateLimit
+from commlib.server.group import ServerGroup
+from commlib.servers import Servers
 
 
 def group_of(module: nn.Module, given: Any) -> Any:
@@ -58,6 +62,13 @@ def sibling(group: Any, device: torch.device, some: Sequence[int] | None = None)
         backend=str(dist.get_backend_config(group)),
         use_local_synchronization=True,
     )
+
+
+def begin_alike(model: nn.Module, group: Any) -> None:
+    """The first rank's parameters and buffers, on all. Collective."""
+    first = dist.get_process_group_ranks(group)[0]
+    for values in [*model.parameters(), *model.buffers()]:
+        dist.broadcast(values.detach(), first, group=group)
 
 
 def deadline(group: Any, device: torch.device) -> datetime.timedelta:
@@ -133,6 +144,30 @@ def limited(lanes: Sequence[Sequence[Scope]]) -> int:
     return sum(scope != "local" for lane in lanes for scope in lane)
 
 
+def join_servers(
+    owner: object,
+    specs: Sequence[LayerSpec],
+    servers: Servers | None,
+    group: Any,
+    key: str,
+    world: World,
+    timeout: float,
+) -> ServerGroup | None:
+    """The way to the servers, if there are some and something goes by them; left when its owner is gone, at the latest.
+
+    Args:
+        owner: of it; but it does not keep it alive.
+        specs: layers that go by them, or may come to.
+        servers, group, key, world, timeout: as :class:`ServerGroup` has them.
+    """
+    if servers is None or not specs:
+        return None
+    wait = deadline(group, specs[0].device).total_seconds()
+    made = ServerGroup(specs, servers, group, key, world, timeout, wait)
+    weakref.finalize(owner, made.close)
+    return made
+
+
 def make_sequencer(
     group: Any,
     key: str,
@@ -141,6 +176,7 @@ def make_sequencer(
     lanes: Sequence[Sequence[Scope]],
     throttle: Throttle,
     hierarchy: Hierarchy | None = None,
+    servers: ServerGroup | None = None,
 ) -> Sequencer:
     """A sequencer over ``group``, with one more group of the same ranks for each round after the first.
 
@@ -156,6 +192,7 @@ def make_sequencer(
         lanes: of :func:`scopes`.
         throttle: keeps the limit, if there is one.
         hierarchy: nodes, if exchanges have two levels.
+        servers: that may sum gradients, if there are any: the first round's.
     """
     inline = waits_on_stream(group, device)
     members: dict[Scope, Sequence[int] | None] = {"world": None}
@@ -167,6 +204,9 @@ def make_sequencer(
         own = i == 0 and hierarchy is None and throttle.limit is None  # the first round goes over the model's own
         made = {scope: group if own else sibling(group, device, members[scope]) for scope in lane}
         groups.append({scope: g if scope == "local" else throttle.through(g) for scope, g in made.items()})
+
+    if servers is not None:
+        groups[0]["servers"] = servers
 
     def lost(label: str, error: BaseException) -> PeerLost:
         who = roll_call(group, key, world, timeout=5.0)

@@ -9,14 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import commlib
 from commlib.backward import at_end_of_backward, wait
 from commlib.checkpoint import StateDict, from_state, to_state
 from commlib.errors import PeerLost
 from commlib.exchange.item import World
 from commlib.exchange.valve import Throttle
 from commlib.factors.layers import FactorLayers
-from commlib.groups import check_limit, deadline, group_of, limited, make_sequencer, scopes, sibling
+from commlib.groups import check_limit, deadline, group_of, join_servers, limited, make_sequencer, scopes, sibling
 from commlib.handshake import agree, answer_roll_call, meeting_place, publish_failure
 from commlib.levels import find, fit
 from commlib.lookout import Buckets, Fence, Lookout, visible
@@ -28,7 +27,9 @@ from commlib.memory import MemoryStore
 from commlib.model import inside, name_of, trained_parameters
 from commlib.pace import RateLimit
 from commlib.policy import Exact, Policy
+from commlib.recording import Traceable
 from commlib.route import Plan, Rules
+from commlib.servers import Servers
 from commlib.setup import Setup, check_numbers
 from commlib.sorter import Sorter
 from commlib.stats import Meter, Stats
@@ -36,7 +37,7 @@ from commlib.steps import Steps
 from commlib.warm import warm
 
 
-class HookState:
+class HookState(Traceable):
     """The state of commlib's DDP communication hook: plan, residuals, statistics.
 
     ``commlib.attach(ddp, …)`` makes one and registers it; in PyTorch's own style::
@@ -60,6 +61,7 @@ class HookState:
         limit: of what this rank sends, as ``"50mbit"`` or a :class:`RateLimit`; the same on every rank. CPU, Gloo.
         hierarchy: True (nodes by torchrun's environment) or a DeviceMesh of dimensions (nodes, local): gradients are
             summed inside a node, and routes go between nodes (docs/hierarchy.md). None: flat.
+        servers: for the route ``push_pull``: ``"HOST:PORT"``, ``"embedded"`` or a :class:`Servers` (docs/server.md).
 
     Raises:
         ValueError, TypeError: a bad option, rule or model.
@@ -80,23 +82,23 @@ class HookState:
         timeout: float = 300.0,
         limit: RateLimit | str | None = None,
         hierarchy: Any = None,
+        servers: Servers | str | None = None,
     ) -> None:
         self._group = group_of(module, process_group)
         self.world = World(dist.get_rank(self._group), dist.get_world_size(self._group))
         self._key = meeting_place(self._group, self.world)
         try:
             check_numbers(timeout, dense_steps=dense_steps, min_size=min_size, seed=seed)
-            limit = RateLimit.of(limit)
+            limit, servers = RateLimit.of(limit), Servers.of(servers, limited=limit is not None)
             self._levels, about = find(hierarchy, self._group, self._key, self.world, timeout)
-            setup = Setup.of(module, self._group, compressor, min_size, self._levels)
+            setup = Setup.of(module, self._group, compressor, min_size, self._levels, servers)
             self._plan = fit(setup.plan, self._levels, about)
             lanes = scopes(setup.exchanges(), self._levels)
             check_limit(limit, setup.device, deadline(self._group, setup.device))
             warm(setup.codecs(), setup.device)
-            self._scale = LossScale(scaler, module)
-            self._store = MemoryStore()
+            self._scale, self._store = LossScale(scaler, module), MemoryStore()
             self._steps = Steps(self._store)
-            kept = {"dense_steps": dense_steps, "seed": seed}
+            kept: dict[str, Any] = {"dense_steps": dense_steps, "seed": seed}
             self._sorter = Sorter(setup.specs, self.world, self._levels, self._store, self._steps, **kept)
             on, seeds = weakref.WeakMethod(self._sorter.with_factors), weakref.WeakMethod(self._sorter.row_seeds)
             routes, watched = setup.row_routes(), setup.chosen_later
@@ -104,18 +106,15 @@ class HookState:
         except Exception as e:
             publish_failure(self._group, self._key, self.world, e)
             raise
-        terms = {"commlib": commlib.__version__, "dense_steps": str(dense_steps), "seed": str(seed)}
-        terms |= {"scaler": "none" if scaler is None else "given", "limit": "none" if limit is None else str(limit)}
-        if self._factors is not None and setup.same_products:  # a manager of unlike ranks just does not choose them
-            terms |= self._factors.terms()
-        agree(self._group, self._key, {**terms, **setup.terms()}, self.world, timeout)
+        kept |= {"scaler": None if scaler is None else "given", "limit": limit, "servers": servers}
+        agree(self._group, self._key, setup.terms(self._factors, kept), self.world, timeout)
         self._names = {id(p): n for n, p in trained_parameters(inside(module)).items()}
-        self._dense_steps, self._shadow = dense_steps, False
+        self._dense_steps, self._shadow, self._lost_key = dense_steps, False, f"{self._key}/lost"
         self._lookout: Lookout | None = None
-        self._lost_key = f"{self._key}/lost"
         self._throttle = Throttle(limit, limited(lanes) + (self._factors is not None))
+        self._servers = join_servers(self, setup.served(), servers, self._group, self._key, self.world, timeout)
         self._sequencer = make_sequencer(
-            self._group, self._lost_key, self.world, setup.device, lanes, self._throttle, self._levels
+            self._group, self._lost_key, self.world, setup.device, lanes, self._throttle, self._levels, self._servers
         )
         weakref.finalize(self, self._sequencer.close, wait=False)
         weakref.finalize(self, self._throttle.close, wait=False)
@@ -128,6 +127,7 @@ class HookState:
                 board = Board(self._group, self._key, self.world, timeout)
                 probe = Probe(own, self.world, setup.device, limit, self._levels, self._sequencer.groups())
                 self._manager = Manager(setup, self._factors, board, probe, self.world, self._sorter.meters, about)
+        self._traces(module, self.world.rank, self._sequencer, self._steps, self._manager)
 
     def follow(self, ddp: DistributedDataParallel) -> None:
         """Have this DDP model exchange by this state: it gets the hook as soon as there is something for that to do.
@@ -136,6 +136,7 @@ class HookState:
         """
         if self._idle() and self._group is ddp.process_group and visible(ddp):
             self._lookout = Lookout(ddp, self._sorter.meters, self.world, self._fence, self._exchanged, (self, hook))
+            self._parts += (self._lookout,)
             self._hook_if_needed()
         else:
             ddp.register_comm_hook(self, hook)
@@ -195,9 +196,12 @@ class HookState:
         self._steps.discard()
 
     def close(self) -> None:
-        """Ends the hook's threads. (A further backward pass would start them again.)"""
+        """Ends the hook's threads, and a trace; leaves servers. (A further backward pass would start threads again.)"""
         self._throttle.close()
         self._sequencer.close()
+        self._end_trace()
+        if self._servers is not None:
+            self._servers.close()
 
     # -- without a hook -------------------------------------------------------------------------
 
@@ -253,7 +257,8 @@ class HookState:
                 trips = self._sorter.rounds(bucket, names, self._plan, self._factors)
             else:
                 trips = [self._sorter.checked(plain.rounds(buffer, self.world), buffer)]
-            *_, future = [self._sequencer.submit(label, trip, buffer) for trip in trips]
+            parts = [label] if len(trips) == 1 else [f"part {i} of {label}" for i in range(len(trips))]
+            *_, future = [self._sequencer.submit(p, trip, buffer) for p, trip in zip(parts, trips, strict=True)]
         self._steps.submitted(future, last=bucket.is_last())
         if bucket.is_last() and self._factors is not None:
             self._factors.end_step()
@@ -268,12 +273,10 @@ class HookState:
         """
         if self._manager is not None:
             self._manager.backward_ended()
-        self._wait()
+        with self._waiting():
+            for future in self._steps.under_way():
+                wait(future, self._meanwhile)
         self._review()
-
-    def _wait(self) -> None:
-        for future in self._steps.under_way():
-            wait(future, self._meanwhile)
 
     def _meanwhile(self) -> None:
         found = answer_roll_call(self._group, self._lost_key, self.world)

@@ -30,6 +30,10 @@ class Line:
         """Of a collective in which each rank sends so many bytes."""
         return self.alpha + self.beta * sent
 
+    def slower(self, factor: float) -> Line:
+        """So many times as slow."""
+        return Line(factor * self.alpha, factor * self.beta)
+
 
 @dataclasses.dataclass(frozen=True)
 class Link:
@@ -43,6 +47,7 @@ class Link:
         all_reduce: of gradients.
         all_gather: of payloads.
         drag: how many times as long ranks' arithmetic takes while it is in use: transfers take of their cores.
+        push_pull: of gradients to servers and back, if there are servers.
 
     Raises:
         ValueError: fewer than one rank; a drag below 1.
@@ -52,6 +57,7 @@ class Link:
     all_reduce: Line
     all_gather: Line
     drag: float = 1.0
+    push_pull: Line | None = None
 
     def __post_init__(self) -> None:
         if self.world < 1:
@@ -82,5 +88,11 @@ class Link:
 
     def slower(self, factor: float) -> Link:
         """With every time of a transfer so many times as long."""
-        reduce, gather = (Line(factor * x.alpha, factor * x.beta) for x in (self.all_reduce, self.all_gather))
-        return dataclasses.replace(self, all_reduce=reduce, all_gather=gather)
+        reduce, gather = (x.slower(factor) for x in (self.all_reduce, self.all_gather))
+        servers = self.push_pull and self.push_pull.slower(factor)
+        return dataclasses.replace(self, all_reduce=reduce, all_gather=gather, push_pull=servers)
+
+    @property
+    def least_beta(self) -> float:
+        """Of its lines."""
+        return min(x.beta for x in (self.all_reduce, self.all_gather, self.push_pull) if x is not None)

@@ -17,7 +17,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -28,10 +28,14 @@ from commlib.collective import AllReduce
 from commlib.exchange.item import World
 from commlib.forward import before_forward
 from commlib.model import check_ddp, trained_parameters
+from commlib.passes import TRACK
 from commlib.stats import Meter
+from commlib.trace import NONE, Trace
 
 Buckets = list[tuple[float, tuple[str, ...]]]
 """(when it was ready, the names of its parameters), in DDP's order; :func:`time.perf_counter`."""
+ROW = "buckets"
+"""Of a trace: what is seen of all."""
 
 
 def visible(ddp: DistributedDataParallel) -> bool:
@@ -58,6 +62,8 @@ def reduced_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
 @dataclasses.dataclass(frozen=True)
 class Fence(AllReduce):
     """Its value is nobody's gradient, and not counted."""
+
+    what: ClassVar = "fence"
 
     def wire_bytes(self, world: int) -> float:
         """As :meth:`AllReduce.wire_bytes`."""
@@ -98,7 +104,8 @@ class Lookout:
         self._buckets: list[tuple[str, ...]] = []
         self._ready: dict[str, float] = {}
         self._watches: list[Any] = []
-        self._expected = self._queued = False
+        self._expected = self._queued = self._wanted = False
+        self._trace = NONE
         self._ended = 0.0
         own = weakref.ref(self)  # or parameters, and with them the model, would never be freed
         one: Any = next(reversed(self._parameters.values()))
@@ -110,6 +117,20 @@ class Lookout:
 
     def watch(self, on: bool) -> None:
         """Note when parameters become ready, or no longer; to be changed between two exchanges."""
+        self._wanted = on
+        self._watch(on or self._trace.enabled)
+
+    @property
+    def trace(self) -> Trace:
+        """In which exchanges are recorded; as :meth:`watch`."""
+        return self._trace
+
+    @trace.setter
+    def trace(self, trace: Trace) -> None:
+        self._trace = trace
+        self._watch(bool(self._handles) and (self._wanted or trace.enabled))
+
+    def _watch(self, on: bool) -> None:
         if on and not self._watches:
             own = weakref.ref(self)
             for name, p in self._parameters.items():
@@ -128,7 +149,7 @@ class Lookout:
         """
         if not self._handles:
             return
-        self.watch(False)
+        self._watch(False)
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -170,7 +191,20 @@ class Lookout:
             return
         if self._watches and not self._buckets:
             self._buckets = _buckets(ddp, list(self._parameters))
-        self._tell(self._ended, handed_over(self._buckets, self._ready) if self._watches else [])
+        seen = handed_over(self._buckets, self._ready) if self._watches else []
+        if self._trace.enabled:
+            self._record(seen)
+        self._tell(self._ended, seen if self._wanted else [])
+
+    def _record(self, buckets: Buckets) -> None:
+        """When each is through, DDP tells nobody; only when all are."""
+        now = self._trace.now()
+        for i, (at, names) in enumerate(buckets):
+            if at:  # in the first step nobody may have noted it
+                self._trace.instant(ROW, f"bucket {i} handed over", at, layers=f"{names[0]} … {names[-1]}")
+        if buckets and buckets[0][0]:
+            self._trace.span(ROW, "exchange by DDP", buckets[0][0], now)
+        self._trace.span(TRACK, "wait", self._ended, now)
 
 
 def handed_over(buckets: Sequence[tuple[str, ...]], ready: Mapping[str, float]) -> Buckets:

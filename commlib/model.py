@@ -42,7 +42,7 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
     The prefixes that DDP and torch.compile add are left out, so a checkpoint does not depend on them.
     """
-    return {_plain(n): p for n, p in module.named_parameters() if p.requires_grad}
+    return {plain_name(n): p for n, p in module.named_parameters() if p.requires_grad}
 
 
 def layer_specs(module: nn.Module, left_out: Collection[str] = ()) -> list[LayerSpec]:
@@ -50,17 +50,19 @@ def layer_specs(module: nn.Module, left_out: Collection[str] = ()) -> list[Layer
 
     Args:
         module: the model inside DDP.
-        left_out: parameters that DDP does not reduce; they have no factors to exchange.
+        left_out: parameters that DDP does not reduce (names as ``named_parameters`` has them): they have no spec.
 
     Raises:
         TypeError: a trained parameter is not real floating point.
         ValueError: an embedding with ``sparse=True``; nothing to train.
     """
     kinds = _kinds(module)
+    ignored = {id(p) for name, p in module.named_parameters() if name in left_out}
     layers = {id(p): name for name, m in linear_layers(module, left_out).items() for p in m.parameters()}
     specs = [
         LayerSpec(name, tuple(p.shape), p.dtype, p.device, kinds.get(name, "other"), layer=layers.get(id(p)))
         for name, p in trained_parameters(module).items()
+        if id(p) not in ignored
     ]
     if not specs:
         raise ValueError("the model has no parameter that requires a gradient: there is nothing to exchange")
@@ -81,20 +83,21 @@ def linear_layers(module: nn.Module, left_out: Collection[str] = ()) -> dict[str
         if type(m) is nn.Linear and set(m._parameters) == {"weight", "bias"}:  # neither parametrized nor normed
             own = [p for p in m._parameters.values() if p is not None]
             if own and all(p.requires_grad and uses[id(p)] == 1 and id(p) not in ignored for p in own):
-                found[_plain(name)] = m
+                found[plain_name(name)] = m
     return found
 
 
 def check_frozen_integers(module: nn.Module, names: Mapping[str, object]) -> None:
     """Raises TypeError if a rule names, without wildcards, a parameter that has no gradient to compress."""
     for full, p in module.named_parameters():
-        name = _plain(full)
+        name = plain_name(full)
         if name in names and not p.requires_grad:
             what = f"is {p.dtype}" if not p.dtype.is_floating_point else "is frozen (requires_grad=False)"
             raise TypeError(f"rule {name!r}: the parameter {what}, so it has no gradient to compress; remove the rule")
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """A parameter's or module's, without what torch.compile puts before it."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
@@ -103,11 +106,11 @@ def _kinds(module: nn.Module) -> dict[str, Kind]:
     for prefix, m in module.named_modules():
         if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse:
             raise ValueError(
-                f"{_plain(prefix) or type(m).__name__} is an embedding with sparse=True: its sparse gradients cannot "
-                "go through a DDP bucket's codec; set sparse=False"
+                f"{plain_name(prefix) or type(m).__name__} is an embedding with sparse=True: its sparse gradients "
+                "cannot go through a DDP bucket's codec; set sparse=False"
             )
         for local, _ in m.named_parameters(recurse=False):
-            name = _plain(f"{prefix}.{local}" if prefix else local)
+            name = plain_name(f"{prefix}.{local}" if prefix else local)
             kinds.setdefault(name, _kind(m, local))
     return kinds
 

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from commlib.consistency import Consistency
 from commlib.consistency import make as make_rule
 from commlib.errors import CommlibError
+from commlib.exchange.item import World
+from commlib.recording import Traceable
+from commlib.server.arguments import check_background, check_model, count, saved, world_of
+from commlib.server.cache import Cache
 from commlib.server.chunks import NBYTES
 from commlib.server.embedded import Embedded
+from commlib.server.guard import Guard
 from commlib.server.job import GO_ON, Job
 from commlib.server.recipe import by_group, groups_of, plain
-from commlib.server.saver import Snapshots
+from commlib.server.rhythm import Rhythm
+from commlib.server.scaled import Scaled
 from commlib.server.syncer import Syncer
 from commlib.server.worker import Terms, Worker
 
 _log = logging.getLogger("commlib")
 
 
-class ParameterServer:
+class ParameterServer(Traceable):
     """Shards keep the parameters and update them; this worker pushes gradients and pulls values, as it goes::
 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -46,15 +50,14 @@ class ParameterServer:
     Args:
         model: not wrapped in DDP; all its gradients go to the servers.
         optimizer: of ``torch.optim``, over ``model.parameters()``; not stepped from now on.
-        consistency: how far workers may run apart: a spec, or one of ``BSP``, ``ASP``, ``SSP``, ``DTSSP``, ``WSP``,
-            ``Downpour``.
+        consistency: how far workers may be apart: spec, or ``BSP``, ``ASP``, ``SSP``, ``DTSSP``, ``WSP``, ``Downpour``.
         servers: ``embedded`` starts a shard on each machine, ``embedded:2`` two; or ``HOST:PORT`` where members meet
             (``commlib server``).
         mean: a step counts as the mean of the workers' gradients, as with DDP; else as their sum.
         copies: shards that keep each value: with 2, one may die.
         lost: ``go on`` without a worker that is lost, or ``fail``.
-        workers: how many begin. Default: the process group's, or ``$WORLD_SIZE``, or 1.
-        rank: which of these this is. Default: the process group's, or ``$RANK``, or 0.
+        workers, rank: how many begin, and which of these this is. Default: the process group's, or as torchrun says.
+        process_group: whose ranks the workers are. Default: all ranks.
         late: this worker comes to a job that has begun: it has no rank, and takes the values as they are.
         shards: how many begin, of servers that meet elsewhere.
         name: of the job where members meet.
@@ -63,9 +66,18 @@ class ParameterServer:
         snapshots: folder, the same for all machines, in which embedded shards save their state.
         snapshot_every: steps between two.
         restore: go on from what is there (:attr:`begun_at`).
-        nbytes: of a chunk, at most.
+        nbytes: of a chunk, at most. Default: 2 MiB; between machines with embedded shards what their link carries in
+            25 ms, if that is less. (With snapshots always 2 MiB: they fit chunks of the same size only.)
         priority: what the next forward pass needs first is sent first.
-        endpoint: how members are reached, an entry point of ``commlib.endpoints``.
+        endpoint: how members are reached, of ``commlib.endpoints``.
+        push: how gradients travel: a codec's spec string (``onebit``, ``topk:ratio=0.01``), with its error feedback at
+            this worker; or filters' (``significance:threshold=0.001+fixed_float+lossless``).
+        pull: how values travel: the same, of the difference to those that this worker has. Between two :meth:`sync` it
+            has them but for what the codec leaves out.
+        cache: values are asked for only when those that are here are too old for the rule; see :meth:`step`.
+        background: gradients leave the device's memory, and values come into it, while it computes, in buffers that are
+            planned after the first step (GeePS). For rules that push in every step, without a scaler.
+        scaler: the ``torch.amp.GradScaler`` in use: gradients leave without its scale; see :meth:`step`.
 
     Raises:
         ValueError, TypeError: a bad argument; an optimizer that lacks a parameter, or is not of ``torch.optim``.
@@ -86,6 +98,7 @@ class ParameterServer:
         lost: str = GO_ON,
         workers: int | None = None,
         rank: int | None = None,
+        process_group: Any = None,
         late: bool = False,
         shards: int = 1,
         name: str = "default",
@@ -94,51 +107,55 @@ class ParameterServer:
         snapshots: str | None = None,
         snapshot_every: int = 1000,
         restore: bool = False,
-        nbytes: int = NBYTES,
+        nbytes: int | None = None,
         priority: bool = False,
         endpoint: str = "zmq",
+        push: str = "none",
+        pull: str = "none",
+        cache: bool = False,
+        background: bool = False,
+        scaler: Any = None,
     ) -> None:
-        _check(model)
-        self._optimizer = optimizer
+        check_model(model)
+        self._optimizer, self._scaled = optimizer, Scaled.of(scaler, optimizer)
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         found, chosen = by_group(optimizer, dict(model.named_parameters()))
         self._made_with, self._chosen = [dict(r.options) for r in found], chosen
         self._groups = groups_of(optimizer, self._parameters)
         kind, _, each = servers.partition(":")
-        saved = _saved(snapshots, snapshot_every, restore, kind)
-        self._embedded = (
-            Embedded(_count(each or "1", servers), endpoint, timeout, saved) if kind == "embedded" else None
-        )
-        world, mine = _world(workers, rank)
+        folder = saved(snapshots, snapshot_every, restore, kind)
+        world, mine = world_of(workers, rank, process_group)
+        rule = make_rule(consistency)
+        check_background(background, Rhythm(rule, cache=cache), scaler)  # or raises, before anybody waits
+        self._background = background
+        self._embedded: Embedded | None = None
+        if kind == "embedded":
+            own, fit, n = World(mine, world), nbytes is None and folder is None, count(each or "1", servers)
+            self._embedded = Embedded(n, endpoint, timeout, folder, own, process_group, measures=fit)
         self._closed = False
         try:
-            job = Job(
-                {n: (tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in self._parameters.items()},
-                tuple(found),
-                chosen,
-                str(make_rule(consistency)),
-                world,
-                self._embedded.shards if self._embedded else shards,
-                copies,
-                mean,
-                lost,
-                patience,
-                nbytes,
-                priority,
-            )
+            chunk = nbytes if nbytes is not None else self._embedded.nbytes if self._embedded else NBYTES
+            shapes = {n: (tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in self._parameters.items()}
+            shards = self._embedded.shards if self._embedded else shards
+            also = (copies, mean, lost, patience, chunk, priority, push, pull)
+            job = Job(shapes, tuple(found), chosen, str(rule), world, shards, *also)
             where, known_as = (self._embedded.address, self._embedded.name) if self._embedded else (servers, name)
             check = self._embedded.check if self._embedded else None
             terms = Terms(where, known_as, None if late else mine, endpoint, timeout, check)
-            self._begin(model, job, terms)
+            self._begin(model, job, terms, functools.partial(Rhythm, rule, cache=cache))
         except BaseException:
             if self._embedded is not None:
                 self._embedded.kill()
             raise
 
-    def _begin(self, model: nn.Module, job: Job, terms: Terms) -> None:
+    def _begin(self, model: nn.Module, job: Job, terms: Terms, rhythm: Callable[[int], Rhythm]) -> None:
         chunks, self._timeout, self._worker = list(job.chunks.values()), terms.timeout, Worker(job, terms)
-        self._syncer = Syncer(model, self._parameters, chunks, self._worker.client, self._options)
-        self._guard = self._optimizer.register_step_pre_hook(_not_here)
+        own, client = rhythm(self._worker.id), self._worker.client
+        device = next(iter(self._parameters.values())).device
+        self._cache = Cache(client, chunks, device) if self._background else None
+        self._syncer = Syncer(model, self._parameters, chunks, client, self._options, own, self._scaled, self._cache)
+        self._traces(model, self._worker.id, self._syncer, self._worker.client.flights)
+        self._guard = Guard(self._optimizer)
         try:
             if self._worker.first:
                 flat = {n: p.detach().reshape(-1) for n, p in self._parameters.items()}
@@ -154,11 +171,19 @@ class ParameterServer:
     def step(self) -> None:
         """Ends a step, in place of ``optimizer.step()``: what had no gradient has none in this step.
 
+        With ``downpour:fetch=N``, ``wsp:local=N`` or a cache there are steps after which no values are fetched: then
+        this worker's own optimizer goes on with its own gradients, until those of the shards replace the result.
+
+        With a scaler it is in place of ``scaler.step(optimizer)``, and ``scaler.update()`` comes after it. A chunk
+        whose gradient has overflowed adds nothing in this step. Where every step is pushed, gradients have left before
+        this: clipping after ``scaler.unscale_(optimizer)`` comes too late for them.
+
         Raises:
-            CommlibError: the job is over, or this worker was given up; why.
+            CommlibError: the job is over, or this worker was given up; why. Or ``scaler.update()`` is missing.
         """
         self._check_open()
-        self._syncer.end_step()
+        if self._syncer.end_step():
+            self._guard.step()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -175,7 +200,7 @@ class ParameterServer:
         self._syncer.take()
 
     def sync(self) -> None:
-        """Waits until all workers have come as far as this one, and takes the values with all of it in.
+        """Waits until all workers have come as far as this one, and takes the values with all of it in, bit for bit.
 
         Raises:
             PeerLost: one does not come so far in time; which.
@@ -200,6 +225,11 @@ class ParameterServer:
         return self._begun_at
 
     @property
+    def nbytes(self) -> int:
+        """Of a chunk, at most: as given, or as it fits the link."""
+        return self._worker.job.nbytes
+
+    @property
     def sent(self) -> int:
         """Bytes of this worker's messages so far."""
         return self._traffic[0] if self._closed else self._worker.client.sent
@@ -219,6 +249,7 @@ class ParameterServer:
         if self._closed:
             return
         try:
+            self._syncer.flush()
             self.sync()
         finally:
             self._leave()
@@ -238,9 +269,14 @@ class ParameterServer:
         self._closed, self._traffic = True, (client.sent, client.received)
         self._syncer.remove()
         self._guard.remove()
+        if self._cache is not None:
+            if not in_order:
+                client.fail(CommlibError("this worker has left after an error"))  # its threads wait for nothing more
+            self._cache.close()
         try:
             self._worker.close(flush=in_order)
         finally:
+            self._end_trace()
             self._end_servers(in_order)
 
     def _end_servers(self, in_order: bool) -> None:
@@ -261,35 +297,3 @@ class ParameterServer:
         """Of the optimizer, where they are others than it was made with."""
         made, group = self._made_with[self._chosen[name]], self._groups[name]
         return {k: plain(group[k]) for k, v in made.items() if plain(group[k]) != v}
-
-
-def _check(model: nn.Module) -> None:
-    if isinstance(model, DistributedDataParallel):
-        raise TypeError("the model is wrapped in DDP, which would average gradients too: give the module that it wraps")
-
-
-def _count(given: str, servers: str) -> int:
-    if not given.isdigit() or int(given) < 1:
-        raise ValueError(f"servers is 'embedded', 'embedded:N' or 'HOST:PORT', got {servers!r}")
-    return int(given)
-
-
-def _saved(folder: str | None, every: int, restore: bool, kind: str) -> Snapshots | None:
-    if restore and folder is None:
-        raise ValueError("restore=True needs snapshots: the folder that they are in")
-    if folder is not None and kind != "embedded":
-        raise ValueError("snapshots are the shards' to save, and these are elsewhere: commlib server run --snapshots")
-    return Snapshots(folder, every, restore) if folder is not None else None
-
-
-def _world(workers: int | None, rank: int | None) -> tuple[int, int]:
-    grouped = dist.is_available() and dist.is_initialized()
-    size = workers or (dist.get_world_size() if grouped else int(os.environ.get("WORLD_SIZE", "1")))
-    mine = rank if rank is not None else dist.get_rank() if grouped else int(os.environ.get("RANK", "0"))
-    if not 0 <= mine < size:
-        raise ValueError(f"this is worker {mine} of {size}: ranks are 0 to {size - 1}")
-    return size, mine
-
-
-def _not_here(optimizer: Optimizer, *_: Any) -> None:
-    raise CommlibError("the parameter server's shards update the parameters: call server.step(), not optimizer.step()")

@@ -113,6 +113,24 @@ def owners(n: int, m: int, rows: int, link: Link, *, local_s: float, itemsize: i
     return Way("owners", early + late, seconds, shared, after_s=local_s, saved_s=local_s, early=True, late_s=late_s)
 
 
+def push_pull(sent: int, link: Link, *, plain: int = 0) -> Way:
+    """Gradients to servers, and their mean back.
+
+    Args:
+        sent: bytes of those that go there.
+        link: all ranks' common one, with a line to the servers.
+        plain: bytes of gradients beside them that stay dense, by an all-reduce of their own.
+
+    Raises:
+        ValueError: nobody has measured the way to the servers.
+    """
+    if link.push_pull is None:
+        raise ValueError("the way to the servers was not measured")
+    beside = dense(plain, link)
+    shared = link.push_pull.alpha + (beside.shared_s if plain else 0.0)
+    return Way("push_pull", sent + beside.sent, link.push_pull.beta * sent + beside.link_s, shared)
+
+
 def compressed(
     route: str,
     sent: float,

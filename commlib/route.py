@@ -14,7 +14,7 @@ from typing import Any
 
 from commlib.compressor import Compressor, LayerSpec
 from commlib.errors import unknown
-from commlib.exchange import BY_ROWS, EXCHANGES, Exchange
+from commlib.exchange import BY_ROWS, BY_SERVERS, EXCHANGES, Exchange
 from commlib.exchange.scatter_gather import stripes
 from commlib.feedback import ErrorFeedback
 from commlib.registry import make
@@ -25,7 +25,7 @@ class Route:
     """An exchange and the codec whose payloads it carries. As text: ``onebit:axis=tensor@gather``.
 
     Args:
-        exchange: dense, gather, scatter_gather, low_rank, blocks, factors or owners.
+        exchange: dense, gather, scatter_gather, low_rank, blocks, factors, owners or push_pull.
         codec: taken as it is; wrap it in :class:`ErrorFeedback` if it needs that.
 
     Raises:
@@ -81,7 +81,7 @@ def resolve(rule: Rule, world: int) -> Route:
         text, _, exchange = rule.partition("@") if isinstance(rule, str) else (rule, "", "")
         if text == "auto":
             raise ValueError("'auto' chooses for all layers by measurement: give it alone, not as a rule for some")
-        if isinstance(text, str) and text in BY_ROWS and not exchange:
+        if isinstance(text, str) and text in {*BY_ROWS, *BY_SERVERS} and not exchange:
             text, exchange = "none", text
         codec = make("none" if text == "dense" else text)
         if exchange.strip() in BY_ROWS and isinstance(codec, ErrorFeedback):
@@ -194,7 +194,7 @@ class Plan:
         ranks = self.world * self.local
         sent, full = self._sent(p), 2 * (ranks - 1) / ranks * p.spec.nbytes
         known = not math.isnan(sent)
-        share = f"1/{full / sent:.1f}" if sent and known else "-"
+        share = f"1/{full / sent:.1f}" if sent and full and known else "-"
         times = ["-" if s is None else f"{s * 1e3:.3g}" for s in (p.predicted_s, p.measured_s)]
         return [
             p.spec.name,

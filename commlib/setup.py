@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import commlib
 from commlib.compressor import Compressor
-from commlib.exchange import BY_ROWS
+from commlib.exchange import BY_ROWS, BY_SERVERS
+from commlib.factors.layers import FactorLayers
 from commlib.groups import waits_on_stream
 from commlib.hierarchy import Hierarchy
 from commlib.layer import LayerSpec
@@ -19,6 +22,7 @@ from commlib.model import check_frozen_integers, inside, layer_specs, linear_lay
 from commlib.plan_file import pin
 from commlib.policy import Policy, policy_of
 from commlib.route import Plan, Route, Rules, make_plan
+from commlib.servers import Servers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +54,7 @@ class Setup:
         compressor: Rules | Policy | Plan,
         min_size: int,
         hierarchy: Hierarchy | None = None,
+        servers: Servers | None = None,
     ) -> Setup:
         """For a model.
 
@@ -59,18 +64,20 @@ class Setup:
             compressor: as :class:`commlib.HookState` takes it.
             min_size: layers with fewer values stay dense.
             hierarchy: nodes, if there are some: routes connect these, unless they are flat.
+            servers: that may sum gradients, if there are any.
 
         Raises:
-            ValueError, TypeError: a bad rule or model.
+            ValueError, TypeError: a bad rule or model; servers that nothing goes by, or none where something does.
         """
         world = group.size() if hierarchy is None else hierarchy.inter.size
         specs = layer_specs(inside(module), getattr(module, "parameters_to_ignore", ()))
         device = one_device(specs)
+        _check_servers(servers, group, device, hierarchy)
         policy = policy_of(compressor)
         if isinstance(compressor, dict):
             check_frozen_integers(inside(module), compressor)
         if policy is not None:
-            return cls._chosen_later(module, group, specs, policy, min_size, hierarchy)
+            return cls._chosen_later(module, group, specs, policy, min_size, hierarchy, servers is not None)
         if isinstance(compressor, Plan):
             plan = pin(compressor, specs, world)
         else:
@@ -79,7 +86,9 @@ class Setup:
         sent = {p.spec.layer for p in plan if p.route.by_rows}
         if sent and waits_on_stream(group, device):
             raise ValueError("factors and owners are not exchanged over NCCL yet: use Gloo, or another route")
-        return cls(specs, device, plan, frozenset(name for name in sent if name is not None), {})
+        found = cls(specs, device, plan, frozenset(name for name in sent if name is not None), {})
+        _check_served(found, servers)
+        return found
 
     @classmethod
     def _chosen_later(
@@ -90,6 +99,7 @@ class Setup:
         policy: Policy,
         min_size: int,
         hierarchy: Hierarchy | None,
+        servers: bool,
     ) -> Setup:
         device, said = specs[0].device, str(policy)
         world = group.size() if hierarchy is None else hierarchy.inter.size
@@ -111,6 +121,9 @@ class Setup:
         }
         if layers:
             choice |= {name: make_plan(specs, name, world=world, min_size=min_size) for name in BY_ROWS}
+        if servers:
+            by = {name: make_plan(specs, name, world=world, min_size=min_size) for name in BY_SERVERS}
+            choice |= {name: p for name, p in by.items() if any(x.route.exchange == name for x in p)}
         return cls(specs, device, plan.because(said, "measuring" if choice else why), layers, choice, said)
 
     @property
@@ -123,13 +136,21 @@ class Setup:
         """All that may come into force."""
         return [self.plan, *self.choice.values()]
 
-    def terms(self) -> dict[str, str]:
-        """What ranks must have in common."""
+    def served(self) -> list[LayerSpec]:
+        """The layers that go by servers, or may come to."""
+        names = {p.spec.name for plan in self.plans for p in plan if p.route.exchange in BY_SERVERS}
+        return [s for s in self.specs if s.name in names]
+
+    def terms(self, factors: FactorLayers | None, options: Mapping[str, object]) -> dict[str, str]:
+        """What ranks must have in common, with the values of options."""
         choice = {
             "chosen among": ", ".join(sorted(self.choice)),
             "layers whose rows may be sent": ", ".join(sorted(self.layers)),
         }
-        return {**(choice if self.choice else {}), **self.plan.describe()}
+        given = {"commlib": commlib.__version__} | {k: "none" if v is None else str(v) for k, v in options.items()}
+        if factors is not None and self.same_products:  # a manager of unlike ranks just does not choose them
+            given |= factors.terms()
+        return {**given, **(choice if self.choice else {}), **self.plan.describe()}
 
     def exchanges(self) -> frozenset[str]:
         """All that any layer goes by, or may come to; ``dense`` in any case."""
@@ -156,6 +177,30 @@ def check_numbers(timeout: float, **counts: object) -> None:
             raise ValueError(f"{name} must be a whole number ≥ 0, got {value!r}")
     if not timeout > 0:
         raise ValueError(f"timeout must be a number of seconds > 0, got {timeout!r}")
+
+
+def _check_servers(servers: Servers | None, group: Any, device: torch.device, hierarchy: Hierarchy | None) -> None:
+    """Whether these ranks can use them."""
+    if servers is None:
+        return
+    if waits_on_stream(group, device):
+        raise ValueError("push_pull does not go beside NCCL yet: use Gloo, or leave servers out")
+    if hierarchy is not None:
+        raise ValueError("push_pull does not go under a hierarchy: give servers or hierarchy")
+    if servers.embedded and group.size() < dist.get_world_size():
+        raise ValueError(
+            f"embedded servers are for all {dist.get_world_size()} ranks, and this model has {group.size()} of them: "
+            "start others (commlib server meet, commlib server run), and give servers='HOST:PORT'"
+        )
+
+
+def _check_served(setup: Setup, servers: Servers | None) -> None:
+    served = setup.served()
+    if served and servers is None:
+        raise ValueError(f"{served[0].name} goes by push_pull, and there are no servers: give servers='HOST:PORT'")
+    if servers is not None and not served:
+        why = "; ".join(dict.fromkeys(p.reason for p in setup.plan))
+        raise ValueError(f"servers are given, and no layer goes by push_pull ({why}): give 'none@push_pull', or none")
 
 
 def _no_choice(module: nn.Module, group: Any, device: torch.device) -> str:

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from commlib.collective import AllGather, AllReduce, AllToAll, Among, Collective, Rounds, scope_of
+from commlib.collective import AllGather, AllReduce, AllToAll, Among, Collective, PushPull, Rounds, scope_of
 from commlib.exchange import hierarchical
 from commlib.exchange.item import Item, Seeds, World
 from commlib.hierarchy import Hierarchy, share
@@ -22,7 +22,7 @@ from commlib.memory import MemoryStore
 from commlib.route import Route, Rule, resolve
 from commlib.stats import Meter
 
-T = TypeVar("T", AllReduce, AllGather, AllToAll)
+T = TypeVar("T", AllReduce, AllGather, AllToAll, PushPull)
 
 
 def run(ranks: Sequence[Rounds], local: int = 1) -> None:
@@ -146,6 +146,10 @@ def _carry_out(calls: Sequence[Collective]) -> None:
         total = torch.stack([_as(AllReduce, c).tensor for c in calls]).sum(0)
         for c in calls:
             _as(AllReduce, c).tensor.copy_(total)
+    elif isinstance(first, PushPull):
+        total = torch.stack([_as(PushPull, c).tensor for c in calls]).sum(0)
+        for c in calls:
+            _as(PushPull, c).out.copy_(total)
     elif isinstance(first, AllGather):
         everything = torch.cat([_as(AllGather, c).tensor for c in calls])
         for c in calls:

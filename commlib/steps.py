@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from commlib.memory import MemoryStore
+from commlib.passes import TRACK
 from commlib.readback import Readback
+from commlib.trace import NONE
 
 _LARGE = 1e30
 """Scales: what is decoded by smaller ones cannot overflow in a sum over ranks."""
@@ -30,10 +32,12 @@ class Steps:
         complete: whether the last bucket of the step under way has been submitted.
         watched: whether the step under way may read or leave anything, so that it matters that it is finite. It
             follows from plan and count, and so is alike on all ranks.
+        trace: in which those that do not count are recorded, when that is known: as the next one begins.
     """
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
+        self.trace = NONE
         self.count = self.skipped = 0
         self.complete = False
         self.watched, self._held = False, -1
@@ -103,6 +107,7 @@ class Steps:
             self._undoable = False
             self._store.discard()
             self.skipped += 1
+            self.trace.instant(TRACK, "skipped the step before", step=self.count, discarded=self._discarded)
         self._spare += self._finite
         self._buckets, self._finite = [], []
         self.complete = self._discarded = False

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 import commlib
 from commlib.server import meeting
+from commlib.server.roll import Roll
 from commlib.server.saver import Snapshots
 from commlib.server.serve import serve
 
@@ -82,6 +83,10 @@ class Cluster:
         self._threads[-1].start()
         self.stops.append(stop)
         return stop
+
+    def await_job(self) -> None:
+        """Until a worker has said what is to be trained."""
+        Roll(meeting.visit(self.address, "default", self._timeout), self._timeout).job(self._timeout)
 
     def await_shards(self) -> None:
         """Until all can be seen."""

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from commlib.bench.lab import Counters
-from commlib.bench.link.stream import Line
 from commlib.bench.place import InLab, Place
 from commlib.errors import CommlibError
+from commlib.stream import Stream
 
 from .gate import Arrived, Gate
 from .rank import Doing, Job, Outcome, main
@@ -54,7 +54,7 @@ class _Follower:
     def __init__(self, gate: Gate[Sequence[Counters]], on_doing: Callable[[Doing], None] | None) -> None:
         self._gate, self._on_doing = gate, on_doing
         self.doing: Doing | None = None
-        self.line: Line | None = None
+        self.line: Stream | None = None
         self.visits: list[Visit] = []
 
     def __call__(self, rank: int, message: object) -> None:
@@ -64,7 +64,7 @@ class _Follower:
             self.doing = message
             if self._on_doing is not None:
                 self._on_doing(message)
-        elif isinstance(message, Line):
+        elif isinstance(message, Stream):
             self.line = message
         elif isinstance(message, Visit):  # rank 0 has it only after all have left the gate for the second time
             before, after = self._gate.readings[-2:]

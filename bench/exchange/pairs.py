@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from commlib.bench.shapes import Layers
 from commlib.compressor import Compressor, LayerSpec
 from commlib.errors import MissingDependency, unknown
-from commlib.exchange import EXCHANGES
+from commlib.exchange import BY_SERVERS, EXCHANGES
 from commlib.registry import compressors, make
 from commlib.route import Route, make_plan
 
@@ -90,7 +90,7 @@ def _pairs_of(name: str, exchanges: Sequence[str]) -> tuple[list[Pair], list[str
     text = "none" if text == "dense" else text
     found, refused = [], []
     for exchange in [only] if at else exchanges or EXCHANGES:
-        reason = Route(exchange, codec).refuse(_ANY)
+        reason = "here are no servers" if exchange in BY_SERVERS else Route(exchange, codec).refuse(_ANY)
         if reason is None:
             found.append(Pair(text, exchange))
         else:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from commlib.bench.child import tell
-from commlib.bench.link.stream import Line, measure_line
+from commlib.bench.link.stream import measure_line
+from commlib.stream import Stream
 
 from .pairs import BASELINE, Pair
 from .visit import Refused, Setting, Visit, largest, visit
@@ -52,7 +53,7 @@ class Doing:
 class Outcome:
     """What came of it: the raw line, the visits in order, and why pairs were left out."""
 
-    line: Line | None
+    line: Stream | None
     visits: list[Visit]
     left_out: dict[Pair, str]
     planned: int

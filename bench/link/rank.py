@@ -16,11 +16,12 @@ import torch.distributed as dist
 
 from commlib.bench.child import tell
 from commlib.errors import CommlibError
+from commlib.stream import Stream
 
 from . import plan
 from .ops import OPS, Op, Run, wrong
 from .sizes import whole
-from .stream import Line, measure_line
+from .stream import measure_line
 
 _TIMEOUT = datetime.timedelta(seconds=120)  # of one collective; a size that takes longer is not begun
 _CHECKED = 64  # values a rank contributes to the check of each operation
@@ -71,7 +72,7 @@ class Progress:
 class Measured:
     """What a run gives; ``left_out`` are the sizes there was no time for, ``cannot`` what a backend refused."""
 
-    line: Line | None
+    line: Stream | None
     points: list[Point]
     left_out: dict[tuple[str, str], tuple[int, ...]]
     cannot: dict[tuple[str, str], str]

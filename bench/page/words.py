@@ -9,7 +9,7 @@ from commlib.bench.lab import parse_rate
 from commlib.bench.record import Record
 from commlib.bench.report import Row
 
-_EXACT = ("ddp", "none", "dense", "factors", "owners", "auto")
+_EXACT = ("ddp", "none", "dense", "factors", "owners", "auto", "placed")
 _RATES = ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"))
 
 
@@ -110,7 +110,7 @@ def model(row: Row) -> str:
 
 
 def exact(row: Row) -> bool:
-    """Whether a route hands over the true mean gradient: DDP's own all-reduce and the codec ``none``; no other."""
+    """Whether a route hands over the true mean gradient: DDP's own, the codec ``none``, placed layers; no other."""
     if "codec" in row:
         return _head(row.get("codec")) in ("none", "dense")
     return _head(row.get("route")) in (_EXACT if row.get("by") == "commlib" else ("ddp",))

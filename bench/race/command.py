@@ -84,6 +84,9 @@ def train(
     come down by at least a tenth of what DDP has. With simulated compute the averaged gradient itself is checked: it
     must be the ranks' mean, or from a lossy route point the mean's way.
 
+    --comm placed lets commlib choose linear layers that stay put (docs/placement.md), --comm placed:first+head.* names
+    them; what is left goes as by auto, or as it is.
+
     --limit and --hierarchy are for commlib's routes: ddp and torch-… go on as they are, and the title says so. All
     ranks on one node, or one on each (a lab without --ranks-per-host): flat, and the title says why.
 

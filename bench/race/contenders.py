@@ -1,4 +1,4 @@
-"""Who races: plain DDP, PyTorch's own communication hooks, and commlib's routes."""
+"""Who races: plain DDP, PyTorch's own communication hooks, and commlib's routes; and layers that stay put."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from commlib.policy import policy_of
 from commlib.route import resolve
 
 BASELINE = "ddp"
+PLACED = "placed"
 COMMLIB = ("auto", "none", "fp16", "int8", "onebit", "topk:ratio=0.01", "powersgd:rank=4")
 QUICK = (BASELINE, "torch-fp16", "auto", "int8", "onebit", "powersgd:rank=4")
 
@@ -25,7 +26,8 @@ class Contender:
     """One way for gradients to travel.
 
     Args:
-        name: ``ddp``, a hook of PyTorch's (``torch-…``), or a spec of commlib's.
+        name: ``ddp``, a hook of PyTorch's (``torch-…``), a spec of commlib's; or ``placed``, which places the layers
+            that commlib chooses, and ``placed:NAMES``, linear layers by wildcards with + between them.
         by: ``pytorch`` or ``commlib``.
         exact: whether it hands over the mean gradient itself, but for the order of the sum.
         limit: of what a rank sends, as ``50mbit``; of commlib's only.
@@ -41,7 +43,20 @@ class Contender:
     @property
     def managed(self) -> bool:
         """Whether a bandwidth manager chooses its routes."""
-        return self.by == "commlib" and policy_of(self.name) is not None
+        return self.by == "commlib" and policy_of(self.spec) is not None
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Which layers stay put: names, or ``auto``; empty if none."""
+        kind, _, names = self.name.partition(":")
+        return tuple((names or "auto").split("+")) if self.by == "commlib" and kind == PLACED else ()
+
+    @property
+    def spec(self) -> str:
+        """How gradients travel, by a spec of commlib's: beside placed layers chosen as these are, or as they are."""
+        if not self.places:
+            return self.name
+        return "auto" if self.places == ("auto",) else "none"
 
     def put_on(self, ddp: DistributedDataParallel, group: Any, timeout: float) -> commlib.HookState | None:
         """Register it on a DDP over ``group``. Collective.
@@ -53,7 +68,7 @@ class Contender:
             Its state, if it is commlib's.
         """
         if self.by == "commlib":
-            return commlib.attach(ddp, self.name, timeout=timeout, limit=self.limit, hierarchy=self.hierarchy)
+            return commlib.attach(ddp, self.spec, timeout=timeout, limit=self.limit, hierarchy=self.hierarchy)
         if self.name != BASELINE:
             state, hook = _HOOKS[self.name](group)
             ddp.register_comm_hook(state, hook)
@@ -113,5 +128,7 @@ def choose(
 
 
 def _exact(spec: str, world_size: int) -> bool:
+    if spec.partition(":")[0] == PLACED:
+        return True
     policy = policy_of(spec)
     return resolve(spec, world_size).codec.lossless if policy is None else not policy.routes(world_size)

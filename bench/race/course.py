@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import commlib
 from commlib.bench.replay import Replay
 from commlib.model import linear_layers
 
@@ -27,6 +29,13 @@ class Course(Protocol):
     @property
     def module(self) -> nn.Module:
         """What DDP wraps."""
+
+    def place(self, which: Sequence[str], group: Any, timeout: float) -> None:
+        """Have linear layers stay put, before DDP wraps the module (:func:`commlib.place`). Collective.
+
+        Raises:
+            ValueError: there are no activations.
+        """
 
     def step(self, ddp: DistributedDataParallel) -> None:
         """One training step."""
@@ -60,6 +69,13 @@ class Training:
         self._held_out = _to(task.data(_HELD_OUT, torch.Generator().manual_seed(999)), device)
         self._steps, self._task = 0, task
         self._first = self._loss()
+
+    def place(self, which: Sequence[str], group: Any, timeout: float) -> None:
+        """As :meth:`Course.place`."""
+        names = which[0] if tuple(which) == ("auto",) else which
+        options: dict[str, Any] = {"process_group": group, "timeout": timeout, "init_sync": False}
+        commlib.place(self.module, names, example=self._batches[0][0], **options)
+        self._optimizer = torch.optim.SGD(self.module.parameters(), lr=self._task.lr)
 
     def step(self, ddp: DistributedDataParallel) -> None:
         """As :meth:`Course.step`."""
@@ -109,6 +125,10 @@ class Replaying:
         self._sum = torch.zeros_like(self._mean)
         self._steps = 0
         self._off = 0.0
+
+    def place(self, which: Sequence[str], group: Any, timeout: float) -> None:
+        """As :meth:`Course.place`."""
+        raise ValueError("a simulated model has no activations, which placed layers send: use --compute real")
 
     def step(self, ddp: DistributedDataParallel) -> None:
         """As :meth:`Course.step`."""

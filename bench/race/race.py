@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 
 from commlib.bench.launch import RankFailed
-from commlib.bench.link.stream import Line
 from commlib.bench.place import Place
 from commlib.errors import CommlibError
+from commlib.stream import Stream
 
 from .rank import Began, main
 from .schedule import Outcome, Schedule, Visit
@@ -39,7 +39,7 @@ class Watcher:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.schedule = schedule
-        self.line: Line | None = None
+        self.line: Stream | None = None
         self._show, self._clock = show, clock
         self._visit: Visit | None = None
         self._began = self._limit_s = 0.0
@@ -47,7 +47,7 @@ class Watcher:
 
     def __call__(self, rank: int, message: object) -> None:
         """A message of a rank."""
-        if isinstance(message, Line):
+        if isinstance(message, Stream):
             self.line = message
         elif isinstance(message, Began):
             self._visit, self._limit_s, self._began = message.visit, message.limit_s, self._clock()
@@ -84,7 +84,7 @@ class Watcher:
 
 def race(
     place: Place, job: Job, schedule: Schedule, show: Callable[[Visit | None, Schedule], None]
-) -> tuple[Schedule, Line | None] | None:
+) -> tuple[Schedule, Stream | None] | None:
     """Run a schedule to its end; None on all ranks of torchrun but the first.
 
     Raises:

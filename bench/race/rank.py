@@ -10,7 +10,8 @@ import math
 import torch.distributed as dist
 
 from commlib.bench.child import tell
-from commlib.bench.link.stream import Line, measure_line
+from commlib.bench.link.stream import measure_line
+from commlib.stream import Stream
 
 from .course import shapes
 from .schedule import Schedule, Visit
@@ -30,7 +31,7 @@ class Began:
     limit_s: float
 
 
-def main(job: Job, schedule: Schedule, measure: bool, aloud: bool) -> tuple[Schedule, Line | None]:
+def main(job: Job, schedule: Schedule, measure: bool, aloud: bool) -> tuple[Schedule, Stream | None]:
     """Run the schedule from where it stands; the same on every rank. The environment is torchrun's.
 
     Args:
@@ -62,7 +63,7 @@ def main(job: Job, schedule: Schedule, measure: bool, aloud: bool) -> tuple[Sche
     return schedule, line
 
 
-def _first_limit_s(job: Job, line: Line) -> float:
+def _first_limit_s(job: Job, line: Stream) -> float:
     """A time in which plain DDP is through with a visit, if the machine is not far slower than its line."""
     nbytes = 4 * sum(math.prod(shape) for _, shape in shapes(job.model))
     step_s = 2 * 8e-9 * nbytes / line.gbit_s + (job.backward_s or 0.0)

@@ -130,6 +130,8 @@ def _train(
         course = Training(job.model, job.batch, device)
     else:
         course = Replaying(job.model, job.backward_s, device, job.batch)
+    if contender.places:
+        course.place(contender.places, group, limit_s)
     # All ranks have made the same model: nothing to be broadcast.
     ddp = DistributedDataParallel(course.module, process_group=group, init_sync=False, bucket_cap_mb=job.bucket_cap_mb)
     comm = contender.put_on(ddp, group, limit_s)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from commlib.collective import Rounds
 from commlib.compressor import Compressor, LayerSpec
-from commlib.exchange import blocks, dense, factors, gather, low_rank, owners, scatter_gather
+from commlib.exchange import blocks, dense, factors, gather, low_rank, owners, push_pull, scatter_gather
 from commlib.exchange.item import Item, Stripe, World
 from commlib.factors.sending import Sending
 
@@ -49,8 +49,12 @@ EXCHANGES: Mapping[str, Exchange] = MappingProxyType(
         "blocks": cast(Exchange, blocks),
         "factors": cast(Exchange, factors),
         "owners": cast(Exchange, owners),
+        "push_pull": cast(Exchange, push_pull),
     }
 )
+
+BY_SERVERS: frozenset[str] = frozenset({"push_pull"})
+"""Exchanges that need servers."""
 
 BY_ROWS: Mapping[str, Callable[[Compressor, int, int, World], Sending]] = MappingProxyType(
     {"factors": factors.sending, "owners": owners.sending}

@@ -7,13 +7,13 @@ the codec's boundaries, never per bucket: so residuals do not depend on how DDP 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from commlib.collective import AllGather, AllToAll, Rounds
+from commlib.collective import AllGather, AllToAll, Collective, Rounds
 from commlib.compressor import Compressor, LayerSpec, Memory
 from commlib.exchange.item import WHOLE, Item, Packing, Part, Stripe, World, cut, rows
 from commlib.scratch import scratch
@@ -50,6 +50,38 @@ def owned(codec: Compressor, spec: LayerSpec, world: World) -> Stripe | None:
 def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
     """Scatter stripes, sum and re-encode one's own, gather them all; the owner too uses what the others decode."""
     device, arena = items[0].grad.device, items[0].arena
+    parts, packings, incoming = yield from scatter(items, world)
+    mine = packings[world.rank]
+    reply = arena.bytes(max(p.total for p in packings), device)
+    for i, (item, part) in enumerate(zip(items, parts, strict=True)):
+        mean = mean_of_stripe(item, part[world.rank], incoming[i], world)
+        with item.meter.phase("compress"):
+            seed = item.seeds.of(item.codec, world.rank, f"owner {world.rank}")
+            memory = _owners(item, part[world.rank], world)
+            item.codec.compress(mean, mine.slices(reply)[i], memory=memory, seed=seed)
+    gathered = arena.bytes(world.size * len(reply), device)
+    yield [AllGather(gathered, reply, [(item.meter, n) for item, n in zip(items, mine.lengths, strict=True)])]
+
+    replies = [p.slices(row) for p, row in zip(packings, rows(gathered, world.size), strict=True)]
+    for i, (item, part) in enumerate(zip(items, parts, strict=True)):
+        with item.meter.phase("decompress"):
+            for p, s in enumerate(part):
+                out = item.work_out(s)
+                item.codec.decompress(replies[p][i], out, seed=item.seeds.of(item.codec, p, f"owner {p}"))
+                item.finish(out, s)
+                item.vouch([replies[p][i]], s.spec)
+
+
+def scatter(
+    items: Sequence[Item], world: World
+) -> Generator[list[Collective], None, tuple[list[list[Stripe]], list[Packing], list[Tensor]]]:
+    """The first half: every stripe to its owner.
+
+    Returns:
+        What travels of every layer's stripes; for every rank the payloads of what it owns; and for every layer all
+        ranks' payloads of this rank's stripe, (P, length) uint8, for :func:`mean_of_stripe`.
+    """
+    device, arena = items[0].grad.device, items[0].arena
     layers = tuple((i.codec, i.spec, i.part) for i in items)
     parts, packings = arena.known((layers, world), lambda: _layout(layers, world.size))
     mine = packings[world.rank]
@@ -68,26 +100,7 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
     received = arena.bytes(world.size * mine.total, device)
     shares = [(item.meter, sum(p.lengths[i] for p in packings)) for i, item in enumerate(items)]
     yield [AllToAll(received, send, [mine.total] * world.size, splits, world.rank, shares)]
-
-    incoming = mine.columns(received, world.size)
-    reply = arena.bytes(max(splits), device)
-    for i, (item, part) in enumerate(zip(items, parts, strict=True)):
-        mean = _mean_of_stripe(item, part[world.rank], incoming[i], world)
-        with item.meter.phase("compress"):
-            seed = item.seeds.of(item.codec, world.rank, f"owner {world.rank}")
-            memory = _owners(item, part[world.rank], world)
-            item.codec.compress(mean, mine.slices(reply)[i], memory=memory, seed=seed)
-    gathered = arena.bytes(world.size * len(reply), device)
-    yield [AllGather(gathered, reply, [(item.meter, n) for item, n in zip(items, mine.lengths, strict=True)])]
-
-    replies = [p.slices(row) for p, row in zip(packings, rows(gathered, world.size), strict=True)]
-    for i, (item, part) in enumerate(zip(items, parts, strict=True)):
-        with item.meter.phase("decompress"):
-            for p, s in enumerate(part):
-                out = item.work_out(s)
-                item.codec.decompress(replies[p][i], out, seed=item.seeds.of(item.codec, p, f"owner {p}"))
-                item.finish(out, s)
-                item.vouch([replies[p][i]], s.spec)
+    return parts, packings, mine.columns(received, world.size)
 
 
 _Layer = tuple[Compressor, LayerSpec, Part]
@@ -119,7 +132,7 @@ def _owners(item: Item, part: Stripe, world: World) -> Memory:
     return item.owner.rows(part.start - first, part.stop - first)
 
 
-def _mean_of_stripe(item: Item, stripe: Stripe, payloads: Tensor, world: World) -> Tensor:
+def mean_of_stripe(item: Item, stripe: Stripe, payloads: Tensor, world: World) -> Tensor:
     """The mean over ranks of this rank's stripe, decoded in rank order."""
     with item.meter.phase("decompress"):
         dtype = item.spec.dtype if item.codec.lossless else torch.float32

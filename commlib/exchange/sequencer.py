@@ -31,6 +31,9 @@ it may meet: a node's ranks, counterparts, and all ranks for what goes flat besi
   of them is waited for. Rows that have left already (``First``) were issued by the thread of the backward pass, on a
   group of their own and in an order of their own, and wait for nothing (:mod:`commlib.factors.layers`).
 
+What goes by servers has no order to keep: a push waits for nobody, and its sum for other ranks' pushes of the same
+layer only, which they make in round 0, too (:mod:`commlib.server.group`).
+
 Where waiting is not blocking (NCCL: ``wait`` makes the current stream wait), no lanes are needed: the hook's
 thread enqueues all rounds of a bucket on a side stream at once, on one communicator a scope, in bucket order.
 """
@@ -49,7 +52,8 @@ import torch
 from torch import Tensor
 
 from commlib.collective import Collective, Scope, scope_of
-from commlib.exchange.trip import Trip, add_wire, through
+from commlib.exchange.trip import Trip, through
+from commlib.trace import NONE, Trace
 
 
 class Sequencer:
@@ -68,6 +72,7 @@ class Sequencer:
         *,
         inline: bool,
     ) -> None:
+        self.trace: Trace = NONE
         self._groups = list(groups)
         self._lost = lost
         self._inline = inline
@@ -91,7 +96,7 @@ class Sequencer:
         """
         cuda = result.device.type == "cuda"
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[result.device] if cuda else [])
-        trip = Trip(label, rounds, result, future)
+        trip = Trip(label, rounds, result, future, trace=self.trace)
         if cuda:
             stream = self._stream(result.device)
             stream.wait_stream(torch.cuda.current_stream(result.device))
@@ -110,7 +115,7 @@ class Sequencer:
         """Like :meth:`submit`, of a bucket that is one collective of all ranks, with nothing to compute after it."""
         if self._inline or result.device.type == "cuda" or self._failed is not None:
             return self.submit(label, iter([[collective]]), result)
-        trip = Trip(label, iter(()), result)
+        trip = Trip(label, iter(()), result, trace=self.trace)
         self._issue(trip, [collective], 0)
         if trip.works:
             work = trip.works[0][0]
@@ -134,7 +139,7 @@ class Sequencer:
         Returns:
             A future that is done.
         """
-        trip = Trip(label, iter(()), result)
+        trip = Trip(label, iter(()), result, trace=self.trace)
         if self._failed is not None:
             trip.fail(self._failed)
             return trip.future
@@ -146,7 +151,7 @@ class Sequencer:
             except Exception as e:
                 self._fail(trip, e)
                 break
-            add_wire(collective, start)
+            trip.came(collective, start)
             trip.future.set_result(result)
         return trip.future
 
@@ -218,7 +223,7 @@ class Sequencer:
             except Exception as e:
                 self._fail(trip, e)
                 return
-            add_wire(collective, start)
+            trip.came(collective, start)
 
     def _ended(self, trip: Trip, done: Any) -> None:
         """In the backend's thread: its only collective is through. (The work has not ended: no waiting for that.)"""
@@ -228,8 +233,8 @@ class Sequencer:
             threading.Thread(target=self._fail, args=(trip, e), name="commlib-roll-call", daemon=True).start()
             return
         works, trip.works = trip.works, []
-        add_wire(*works[0][1:])
-        trip.future.set_result(trip.result)
+        trip.came(*works[0][1:])
+        trip.end()
 
     def _advance(self, trip: Trip, lane: int) -> None:
         """Computes up to the trip's next round and issues it, or ends the trip."""
@@ -239,13 +244,13 @@ class Sequencer:
             trip.fail(self._failed)
             return
         try:
-            batch = next(trip.rounds)
-        except StopIteration:
-            trip.future.set_result(trip.result)
-            return
+            batch = trip.advance()
         except Exception as e:
             self._failed = e
             trip.fail(e)
+            return
+        if batch is None:
+            trip.end()
             return
         self._issue(trip, batch, 0 if self._inline else lane)
 
@@ -253,7 +258,8 @@ class Sequencer:
         """Starts a round's collectives."""
         groups = self._groups[lane]
         try:
-            trip.works = [(c.issue(groups[scope_of(c)]), c, time.perf_counter()) for c in batch]
+            trip.works = [(c.issue(groups[scope_of(c)]), c, trip.trace.now()) for c in batch]
+            trip.issued += 1
         except Exception as e:
             self._fail(trip, e)
             return

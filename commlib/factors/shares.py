@@ -29,15 +29,15 @@ class Shares:
 
     def outputs(self, rank: int) -> slice:
         """Rows of the weight, and columns of V that its block is made of."""
-        return _block(self.n, self.size, rank) if self.by_outputs else slice(0, self.n)
+        return block(self.n, self.size, rank) if self.by_outputs else slice(0, self.n)
 
     def inputs(self, rank: int) -> slice:
         """Columns of the weight, and of U."""
-        return slice(0, self.m) if self.by_outputs else _block(self.m, self.size, rank)
+        return slice(0, self.m) if self.by_outputs else block(self.m, self.size, rank)
 
     def bias(self, rank: int) -> slice:
         """Of the bias, whichever dimension of the weight is cut."""
-        return _block(self.n, self.size, rank)
+        return block(self.n, self.size, rank)
 
     @property
     def longest(self) -> int:
@@ -50,7 +50,8 @@ class Shares:
         return self.longest * min(self.n, self.m)
 
 
-def _block(length: int, size: int, rank: int) -> slice:
+def block(length: int, size: int, rank: int) -> slice:
+    """One rank's of a dimension in ``size`` blocks as equal as can be, the low ranks' being larger."""
     part, more = divmod(length, size)
     start = rank * part + min(rank, more)
     return slice(start, start + part + (rank < more))

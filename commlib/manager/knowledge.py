@@ -84,8 +84,7 @@ class Knowledge:
 
     def least_s(self, ways: Mapping[str, Way], link: Link) -> float:
         """Seconds that the bytes of these ways take on a link at the least."""
-        link = link.slower(self._slower)
-        return min(link.all_reduce.beta, link.all_gather.beta) * sum(w.sent for w in ways.values())
+        return link.slower(self._slower).least_beta * sum(w.sent for w in ways.values())
 
     def _undo(self, seen: Pass, ways: Mapping[str, Way]) -> None:
         assert self._link is not None

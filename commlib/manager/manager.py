@@ -29,6 +29,7 @@ from commlib.manager.sheet import Figures, Sheet, slowest
 from commlib.route import Plan, Route, resolve
 from commlib.setup import Setup
 from commlib.stats import Meter
+from commlib.trace import NONE, Trace
 
 log = logging.getLogger("commlib")
 
@@ -61,7 +62,7 @@ class Manager:
         self._choice, self._policy, self._device = setup.choice, setup.policy, setup.device
         self._routes = {name: resolve(name, world.size) for name in setup.choice}
         compressed = {name: plan for name, plan in setup.choice.items() if not self._routes[name].codec.lossless}
-        self._model = Model(setup.specs, factors.names, compressed)
+        self._model = Model(setup.specs, factors.names, compressed, setup.choice.get("push_pull"))
         self._dtypes = {s.layer: s.dtype for s in setup.specs}
         self._codecs: dict[str, Cost] = {}
         self._pilot = Pilot(self._model)
@@ -71,6 +72,7 @@ class Manager:
         self._before: tuple[int, dict[str, float]] = 0, {}
         self.decision = self._pilot.first()
         factors.observer = self._sheet
+        self.trace: Trace = NONE
         self._take(self.decision)
 
     # -- what the hook tells --
@@ -104,7 +106,10 @@ class Manager:
         if self._left > 0:
             return False
         before = self.decision
-        self._take(Decision.from_wire(self._board.review(self._figures().to_wire(), self._decide)))
+        with self.trace.measure("manager", "review"):
+            self._take(Decision.from_wire(self._board.review(self._figures().to_wire(), self._decide)))
+        if self.decision.said:
+            self.trace.instant("manager", self.decision.phase, said=self.decision.said)
         self._sheet.resume()
         return not self.decision.plans_as(before)
 

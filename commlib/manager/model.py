@@ -16,7 +16,7 @@ from commlib.link import Link
 from commlib.manager.codecs import Cost
 from commlib.manager.sheet import Figures
 from commlib.overlap import Bucket, Pass, finish
-from commlib.price import Way, compressed, dense, factors, owners, owners_sent
+from commlib.price import Way, compressed, dense, factors, owners, owners_sent, push_pull
 from commlib.route import Plan, Route
 
 
@@ -69,10 +69,15 @@ class Model:
         specs: of all parameters.
         layers: linear layers whose rows can be sent.
         compressed: route → the plan by it, of those that lose something and may be chosen all the same.
+        served: the plan by servers, if there are some.
     """
 
     def __init__(
-        self, specs: Sequence[LayerSpec], layers: Collection[str], compressed: Mapping[str, Plan] | None = None
+        self,
+        specs: Sequence[LayerSpec],
+        layers: Collection[str],
+        compressed: Mapping[str, Plan] | None = None,
+        served: Plan | None = None,
     ) -> None:
         self.unit_of = {s.name: s.layer if s.layer in layers and s.layer is not None else s.name for s in specs}
         nbytes = dict.fromkeys(self.unit_of.values(), 0)
@@ -87,6 +92,7 @@ class Model:
             self.units.setdefault(name, Unit(name, nbytes[name], shape, s.dtype.itemsize))
         found = {route: _route(route, plan) for route, plan in (compressed or {}).items()}
         self._row_codecs = {name: r.codec for name, r in found.items() if r.exchange == "factors"}
+        self._served = {} if served is None else self._by_unit("none@push_pull", served)
         self._payloads = {n: self._by_unit(n, p) for n, p in (compressed or {}).items() if n not in self._row_codecs}
 
     def _by_unit(self, route: str, plan: Plan) -> dict[str, Payload]:
@@ -213,8 +219,15 @@ class Model:
 
     def _exact(self, name: str, known: _Known) -> list[Way] | str:
         """A unit's exact ways besides dense, or why there is none."""
-        found = [self._factors(name, known), self._owners(name, known)]
+        found = [self._factors(name, known), self._owners(name, known), self._push_pull(name, known)]
         return [way for way in found if not isinstance(way, str)] or str(found[0])
+
+    def _push_pull(self, name: str, known: _Known) -> Way | str:
+        """It to the servers and back; what is too small of it stays dense."""
+        x = self._served.get(name)
+        if x is None or known.link.push_pull is None:
+            return "no servers, or too small for them"
+        return push_pull(int(x.sent), known.link, plain=x.plain)
 
     def _owners(self, name: str, known: _Known) -> Way | str:
         """Its rows to owners; what it costs to compute follows from the product of its own rows, on any machine."""

@@ -8,7 +8,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from commlib.collective import Scope, scope_of
 from commlib.exchange.item import World
 from commlib.hierarchy import Hierarchy
-from commlib.line import fit
+from commlib.line import Fit, fit
 from commlib.link import Line, Link
 from commlib.memory import MemoryStore
 from commlib.pace import RateLimit
@@ -25,6 +25,7 @@ from commlib.route import resolve
 from commlib.simulate import part
 
 _SIZES = (16 << 10, 1 << 20, 8 << 20)  # bytes a rank sends
+_SERVED = (16 << 10, 4 << 20, 32 << 20)  # the same to servers, where a chunk has some megabytes
 _LONGEST = (2.0, 0.3)  # seconds: the second and third are left out if they would take longer, by what the last took
 _WARM, _TIMES = 3, 5  # repetitions; fewer where they take long
 _BESIDE_S, _BESIDE_TIMES = 0.06, 3  # seconds of a transfer with products beside it
@@ -40,7 +41,7 @@ class Probe:
         device: where gradients are.
         limit: that the groups keep. A short message may leave at once; no price counts on that.
         hierarchy: nodes, if dense gradients go over two levels.
-        groups: of each scope of these. Like ``group``, they carry nothing else meanwhile.
+        groups: of each scope of these, and of servers. Like ``group``, they carry nothing else meanwhile.
     """
 
     group: Any
@@ -53,8 +54,9 @@ class Probe:
     def link(self) -> Link:
         """α and β of the dense exchange and of all-gathers, as the slowest rank sees them, and the former's drag.
 
-        Collective; at most about two seconds and a half. A slow limit takes longer: three messages of 16 KiB for each,
-        and no larger ones that would take over two seconds.
+        And α and β of pushes and pulls, if there are servers. Collective; at most about two seconds and a half, and two
+        more for these. A slow limit takes longer: three messages of 16 KiB for each, and no larger ones that would take
+        over two seconds.
 
         Under a hierarchy the first line is of the two-level exchange as a whole, with its copies. Its bytes are those
         of a flat ring, 2(P−1)/P of the gradient, for a rank sends as many: 2(L−1)/L of it inside its node and, of a
@@ -64,7 +66,8 @@ class Probe:
         reduce = self._reduce if self.hierarchy is None else functools.partial(self._two_levels, self.hierarchy)
         lines = self._line(reduce, held), self._line(self._gather, 1.0)
         sent = min(_SIZES[-1], int(_BESIDE_S / lines[0].beta)) if lines[0].beta else _SIZES[-1]
-        return Link(self.world.size, *lines, drag=self._drag(reduce(max(sent, 1))))
+        drag = self._drag(reduce(max(sent, 1)))
+        return Link(self.world.size, *lines, drag=drag, push_pull=self._push_pull(self.groups.get("servers")))
 
     def _reduce(self, sent: int) -> Callable[[], None]:
         tensor = torch.zeros(self._values(sent), device=self.device)
@@ -93,18 +96,38 @@ class Probe:
     def _line(self, start: Callable[[int], Callable[[], None]], held: float) -> Line:
         """Of what ``start`` makes for a number of bytes, of which the limit holds up this share."""
         least = 0.0 if self.limit is None else held / self.limit.bytes_s  # seconds a byte
-        points: list[tuple[float, float]] = []
-        for sent, longest in zip(_SIZES, (math.inf, *_LONGEST), strict=True):
-            expected = max(least * sent, points[-1][1] * sent / points[-1][0] if points else 0.0)
-            if expected > longest:
+        found = self._fitted(lambda sent: (sent, start(sent)), _SIZES, least)
+        return Line(found.alpha, max(found.beta, least))
+
+    def _push_pull(self, servers: Any) -> Line | None:
+        """Of gradients to servers and back, by the bytes of the gradients: those that a rank sends."""
+        if servers is None:
+            return None
+        found = self._fitted(servers.trial, _SERVED)
+        return Line(found.alpha, found.beta)
+
+    def _fitted(
+        self, start: Callable[[int], tuple[int, Callable[[], None]]], sizes: Sequence[int], least: float = 0.0
+    ) -> Fit:
+        """The line through what ``start`` makes for a number of bytes, with those that it really is.
+
+        Args:
+            start: makes one of about so many bytes.
+            sizes: to try; the larger ones are left out if they would take long.
+            least: seconds a byte.
+        """
+        points: dict[float, float] = {}
+        for size, longest in zip(sizes, (math.inf, *_LONGEST), strict=True):
+            sent, through = start(size)
+            expected = max([least * sent, *(t * sent / n for n, t in list(points.items())[-1:])])
+            if expected > longest or sent in points:
                 break
-            through, short = start(sent), expected < 0.03
+            short = expected < 0.03
             for _ in range(_WARM if short else 1):
                 through()
             times = [_timed(through) for _ in range(_TIMES if short else 2)]
-            points.append((float(sent), max(self._agreed(min(times)), 1e-9)))  # what takes longer is not the link
-        found = fit(points)
-        return Line(found.alpha, max(found.beta, least))
+            points[float(sent)] = max(self._agreed(min(times)), 1e-9)  # what takes longer is not the link
+        return fit(list(points.items()))
 
     def _drag(self, through: Callable[[], None]) -> float:
         """How many times as long products take while something is ``through`` beside them; all ranks' common one."""

@@ -147,7 +147,13 @@ class Figures:
     def from_wire(cls, x: Mapping[str, Any]) -> Figures:
         """Of :meth:`to_wire`, through msgpack."""
         link = x["link"]
-        lines = link and Link(link["world"], Line(**link["all_reduce"]), Line(**link["all_gather"]), link["drag"])
+        lines = link and Link(
+            link["world"],
+            Line(**link["all_reduce"]),
+            Line(**link["all_gather"]),
+            link["drag"],
+            link["push_pull"] and Line(**link["push_pull"]),
+        )
         tuples = {"ready": tuple(x["ready"]), "buckets": tuple(tuple(b) for b in x["buckets"])}
         products = {name: (local, rebuilt) for name, (local, rebuilt) in x["products"].items()}
         costs = {route: Cost.from_wire(c) for route, c in x["codecs"].items()}
@@ -188,8 +194,11 @@ def _products(each: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, tu
 
 
 def _worst(links: Sequence[Link]) -> Link:
-    reduce, gather = (
-        Line(max(line.alpha for line in lines), max(line.beta for line in lines))
-        for lines in ([x.all_reduce for x in links], [x.all_gather for x in links])
-    )
-    return Link(links[0].world, reduce, gather, max(x.drag for x in links))
+    reduce, gather = _slowest([x.all_reduce for x in links]), _slowest([x.all_gather for x in links])
+    servers = [x.push_pull for x in links if x.push_pull is not None]
+    drag = max(x.drag for x in links)
+    return Link(links[0].world, reduce, gather, drag, _slowest(servers) if servers else None)
+
+
+def _slowest(lines: Sequence[Line]) -> Line:
+    return Line(max(line.alpha for line in lines), max(line.beta for line in lines))

@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 
 from commlib.consistency import Threshold
 from commlib.errors import ProtocolError
+from commlib.finite import finite
 from commlib.ledger import Ledger
+from commlib.server.replace import Replace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Cell:
         self._shapes = [torch.Size(s) for s in shapes or [values.shape]]
         self._parameters = [torch.nn.Parameter(part) for part in self._parts(values)]
         self.optimizer = optimizer(self._parameters)
+        self._takes_all = isinstance(self.optimizer, Replace)
         self._made_with = {k: v for k, v in self.optimizer.param_groups[0].items() if k != "params"}
         self._options: Mapping[str, Any] = {}
         self._threshold = threshold
@@ -111,10 +114,13 @@ class Cell:
         gradient: Tensor | None,
         options: Mapping[str, Any] | None = None,
         absent: frozenset[int] = frozenset(),
+        *,
+        refuse: bool = False,
     ) -> list[Applied]:
         """What is applied now. A push that is here already: nothing.
 
-        A gradient that is not finite is refused: it goes into no value, and the step is the others'.
+        A gradient that is not finite is refused: it goes into no value, and the step is the others'. But not where
+        gradients are only summed, by :class:`Replace`: all workers shall see it then.
 
         Args:
             worker: who.
@@ -123,6 +129,7 @@ class Cell:
                 update at all.
             options: of the optimizer from now on, where they are others than it was made with.
             absent: parameters, by their place, of which this gradient is zeros because there is none.
+            refuse: it goes into no value, however good it is.
 
         Raises:
             ProtocolError: another shape or dtype, an option that it has not, an unknown worker, or one of its pushes
@@ -136,7 +143,7 @@ class Cell:
                 f"worker {worker} pushes {gradient.dtype} of shape {tuple(gradient.shape)} to values of "
                 f"{self.values.dtype} of shape {tuple(self.values.shape)}: its model is another"
             )
-        good = gradient is None or finite(gradient)
+        good = not refuse and (gradient is None or self._takes_all or finite(gradient))
         given = _Given(stamp, gradient if good else None, options or {}, absent, not good)
         return [self._apply(group) for group in self._ledger.push(worker, stamp, given)]
 
@@ -258,8 +265,3 @@ class Cell:
             part.view(s)
             for part, s in zip(row.split_with_sizes([s.numel() for s in self._shapes]), self._shapes, strict=True)
         ]
-
-
-def finite(values: Tensor) -> bool:
-    """Whether all are."""
-    return not values.is_floating_point() or bool(torch.isfinite(values.sum()) or values.isfinite().all())

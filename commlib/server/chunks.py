@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from itertools import pairwise
 
@@ -13,6 +14,20 @@ NBYTES = 2 << 20
 """Of a chunk, at most: as Poseidon's pairs (USENIX ATC 2017, section 4.1)."""
 SMALL = 64 << 10
 """Parameters of fewer bytes share a chunk with their neighbours: a message costs as much as some ten thousand bytes."""
+
+_LEAST = 128 << 10
+_FILLS_S = 0.025
+
+
+def fitting(gbit_s: float) -> int:
+    """Bytes of a chunk on a link of this rate: the power of two next to what it carries in 25 ms, 128 KiB to 2 MiB.
+
+    A message costs each side a part of a millisecond of a core, and a chunk's values cannot begin to come before all of
+    it is there from all workers: so the time that it takes should be much more than the first, and much less than a
+    step.
+    """
+    wanted = max(1.0, gbit_s * 1e9 / 8 * _FILLS_S)
+    return int(min(max(2 ** round(math.log2(wanted)), _LEAST), NBYTES))
 
 
 @dataclasses.dataclass(frozen=True)

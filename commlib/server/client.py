@@ -13,7 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from commlib.server.messages import Ack, Message, Observe, Pull, Push, Send, Start, Values
+from commlib.errors import ProtocolError
+from commlib.server.coding import Coding, Sender
+from commlib.server.copies import Copy
+from commlib.server.messages import Ack, Keys, Message, Observe, Pull, Push, Send, Start, Unknown, Values
 from commlib.server.view import View
 
 
@@ -23,10 +26,14 @@ class Client:
     Args:
         rank: its.
         view: one with this worker in it.
+        coding: how gradients and values travel.
     """
 
-    def __init__(self, rank: int, view: View) -> None:
+    def __init__(self, rank: int, view: View, coding: Coding | None = None) -> None:
         self._rank, self._view = rank, view
+        self._coding = coding or Coding()
+        self._senders: dict[str, Sender] = {}
+        self._copies: dict[str, Copy] = {}
         self._due = dict.fromkeys(view.places, view.workers[rank])  # key → stamp of the next push
         self._kept: dict[str, dict[int, Push]] = collections.defaultdict(dict)  # key → stamp → push
         self._asked: dict[str, Pull] = {}
@@ -74,15 +81,20 @@ class Client:
             absent: parameters in it, by their place, that have no gradient while others have.
         """
         stamp = self.clock(key)
+        coded = None if gradient is None else self._sender(key).encode(gradient, stamp)
         self._due[key] = stamp + 1
-        push = Push(self._view.number, key, self._rank, stamp, gradient, options or {}, absent)
+        push = Push(self._view.number, key, self._rank, stamp, coded, options or {}, absent)
         self._kept[key][stamp] = push
         return [self._to(key, push)]
 
-    def pull(self, key: str, within: int | None = None) -> list[Send]:
-        """Asks for values that are new enough for its clock of this key; or for newer ones yet (``within``)."""
+    def pull(self, key: str, within: int | None = None, *, exact: bool = False) -> list[Send]:
+        """Asks for values that are new enough for its clock of this key; or for newer ones yet (``within``).
+
+        ``exact``: as the shard has them, whatever the coding.
+        """
         self._values.pop(key, None)
-        self._asked[key] = pull = Pull(self._view.number, key, self._rank, self.clock(key), within)
+        have = None if exact else self._copy(key).have
+        self._asked[key] = pull = Pull(self._view.number, key, self._rank, self.clock(key), within, have)
         return [self._to(key, pull)]
 
     def observe(self, metric: float) -> list[Send]:
@@ -94,19 +106,32 @@ class Client:
         """What came of the last question, and whose pushes are in it; None as long as nothing has."""
         return self._values.get(key)
 
-    def handle(self, message: Message) -> None:
-        """Takes note of it."""
+    def handle(self, message: Message) -> list[Send]:
+        """Takes note of it; what is to be sent.
+
+        Raises:
+            ProtocolError: it cannot be right; what is wrong.
+        """
         if isinstance(message, Ack):
             self._kept[message.key].pop(message.stamp, None)
             if message.refused:
                 self.refused.append((message.key, message.stamp))
         elif isinstance(message, Values):
             asked = self._asked.get(message.key)
-            question = (message.view, message.clock, message.within)
-            if asked is not None and question == (asked.view, asked.clock, asked.within):
+            question = (message.view, message.clock, message.within, message.have)
+            if asked is not None and question == (asked.view, asked.clock, asked.within, asked.have):
                 del self._asked[message.key]
-                self._values[message.key] = message.values, message.included
+                values = self._copy(message.key).take(message.values, message.serial)
+                self._values[message.key] = values, message.included
                 self.last_included = message.included
+        elif isinstance(message, Unknown) and message.view == self._view.number:
+            keys = self._sender(message.key).keys_of(message.signature)
+            if keys is None:
+                raise ProtocolError(
+                    f"a shard asks for keys of {message.key} that are forgotten here: give key_cache more entries"
+                )
+            return [self._to(message.key, Keys(message.view, message.key, self._rank, message.signature, keys))]
+        return []
 
     def change(self, view: View) -> list[Send]:
         """A new view; one that is not newer changes nothing."""
@@ -118,6 +143,16 @@ class Client:
         self._asked = {key: dataclasses.replace(pull, view=view.number) for key, pull in self._asked.items()}
         again: list[Push | Pull] = [*(p for kept in self._kept.values() for p in kept.values()), *self._asked.values()]
         return [self._to(message.key, message) for message in again]
+
+    def _sender(self, key: str) -> Sender:
+        if key not in self._senders:
+            self._senders[key] = self._coding.sender(key, self._rank)
+        return self._senders[key]
+
+    def _copy(self, key: str) -> Copy:
+        if key not in self._copies:
+            self._copies[key] = Copy(*self._coding.of_values(key))
+        return self._copies[key]
 
     def _to(self, key: str, message: Message) -> Send:
         return self.owner(key), message

@@ -17,6 +17,7 @@ from torch import Tensor
 from commlib.endpoint import Endpoint
 from commlib.errors import CommlibError, PeerLost, ProtocolError
 from commlib.server.client import Client
+from commlib.server.flights import Flights
 from commlib.server.messages import Complaint, Send
 from commlib.server.roll import SHARD, Epoch
 from commlib.server.rows import Rows
@@ -50,6 +51,8 @@ class ClientNode:
         self._ranks = dict(ranks)
         self.sent = self.received = 0
         """Bytes of messages, without what frames and transports add."""
+        self.flights = Flights()
+        """What is recorded of messages, if anything is."""
         self._rows = Rows(
             endpoint, lambda rank, why: _log.debug("nobody to send to at rank %d: %s", rank, why), urgency
         )
@@ -80,6 +83,8 @@ class ClientNode:
         gradient: Tensor | None,
         options: Mapping[str, Any] | None = None,
         absent: frozenset[int] = frozenset(),
+        *,
+        pull: bool = False,
     ) -> None:
         """Sends a gradient, (n,), which must stay as it is until it is acknowledged; or None. Waits for nothing.
 
@@ -88,19 +93,26 @@ class ClientNode:
             gradient: this one.
             options: of the optimizer, where they are others than it was made with.
             absent: parameters in it, by their place, that have no gradient while others have.
+            pull: ask for values, too, in the same frame.
 
         Raises:
             CommlibError: what had gone wrong before.
         """
         with self._news:
             self._check()
-            self._put(self._client.push(key, gradient, options, absent))
+            sends = self._client.push(key, gradient, options, absent)
+            self._put([*sends, *self._client.pull(key)] if pull else sends)
 
-    def pull(self, key: str, within: int | None = None) -> None:
+    def pull(self, key: str, within: int | None = None, *, exact: bool = False) -> None:
         """Asks for values (:meth:`~commlib.server.client.Client.pull`); waits for nothing."""
         with self._news:
             self._check()
-            self._put(self._client.pull(key, within))
+            self._put(self._client.pull(key, within, exact=exact))
+
+    def clock(self, key: str) -> int:
+        """Pushes of a key so far; and of others, before this worker came."""
+        with self._news:
+            return self._client.clock(key)
 
     def observe(self, metric: float) -> None:
         """Tells all shards what an evaluation gave: accuracy or loss, as the rule wants it."""
@@ -190,18 +202,22 @@ class ClientNode:
         except CommlibError as e:
             if not self._ended.is_set():
                 self.fail(e)
+        except Exception as e:  # a mistake of ours: nobody may wait for a thread that is not there
+            _log.exception("worker %d cannot go on", self._endpoint.rank)
+            self.fail(CommlibError(f"worker {self._endpoint.rank} cannot go on: {type(e).__name__}: {e}"))
 
     def _take(self) -> None:
         """What has come, and what there is room for."""
         try:
             frame = self._endpoint.recv(timeout=_SOON_S if self._rows else _SLICE_S)
             self.received += sum(len(part) for part in frame.parts)
-            message = unpack(frame.parts)
-            if isinstance(message, Complaint):
-                raise ProtocolError(f"{self._name(frame.sender)}: {message.why}")
-            with self._news:
-                self._client.handle(message)
-                self._news.notify_all()
+            for message in unpack(frame.parts):
+                if isinstance(message, Complaint):
+                    raise ProtocolError(f"{self._name(frame.sender)}: {message.why}")
+                with self._news:
+                    self.flights.came(message)
+                    self._put(self._client.handle(message))
+                    self._news.notify_all()
         except PeerLost as e:  # nothing came; or a shard is gone, and the members will see that
             if e.rank is not None:
                 _log.debug("worker %d: %s", self._endpoint.rank, e)
@@ -209,7 +225,6 @@ class ClientNode:
             self._rows.leave()
 
     def _put(self, sends: Sequence[Send]) -> None:
-        for to, message in sends:
-            assert isinstance(to, str)  # a client's messages are for shards
-            if to in self._ranks:
-                self.sent += self._rows.put(self._ranks[to], message)
+        self.flights.leave(sends)
+        here = [(self._ranks[to], message) for to, message in sends if isinstance(to, str) and to in self._ranks]
+        self.sent += self._rows.put(*here)

@@ -6,6 +6,8 @@ Under torchrun the workers find each other by the process group's store, and the
 from __future__ import annotations
 
 import contextlib
+import datetime
+import logging
 import os
 import subprocess
 import sys
@@ -15,14 +17,18 @@ from typing import Any
 import msgpack
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
 
 from commlib.errors import CommlibError, PeerLost
 from commlib.exchange.item import World
 from commlib.handshake import store_of, wait_for_all
 from commlib.server import meeting
+from commlib.server.chunks import NBYTES, fitting
 from commlib.server.saver import Snapshots
+from commlib.stream import measure
 from commlib.where import address_of, address_towards, machine, store_host
 
+_log = logging.getLogger("commlib")
 _GRACE_S = 10.0
 _LEFT: list[subprocess.Popen[bytes]] = []  # that go on without their worker; held, or Popen would complain
 
@@ -35,23 +41,38 @@ class Embedded:
         endpoint: how members are reached.
         timeout: seconds that anything waits.
         snapshots: where shards save their state; a folder that all machines see.
+        world: of the workers. Without a process group several of them need torchrun's environment. Default: the group.
+        group: process group of the workers. Default: of all ranks, if there is one.
+        measures: whether the link between two machines is measured.
 
     Attributes:
         address: where members meet.
         name: of the job there.
         shards: how many there are in all.
         keeps: whether the meeting place is here.
+        nbytes: of a chunk that fits the link, as far as it was measured; the same for all workers.
 
     Raises:
-        PeerLost: a rank of the process group does not come.
+        ValueError: several workers who do not know of each other, or another number than there are.
+        PeerLost: another worker does not come.
         CommlibError: nobody could meet here.
     """
 
-    def __init__(self, each: int, endpoint: str, timeout: float, snapshots: Snapshots | None = None) -> None:
+    def __init__(
+        self,
+        each: int,
+        endpoint: str,
+        timeout: float,
+        snapshots: Snapshots | None = None,
+        world: World | None = None,
+        group: Any = None,
+        *,
+        measures: bool = False,
+    ) -> None:
         self._children: list[subprocess.Popen[bytes]] = []
         self._store: c10d.TCPStore | None = None
-        world = World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else World(0, 1)
-        shared = store_of(dist.group.WORLD) if world.size > 1 else c10d.HashStore()
+        shared, world = _shared(world, timeout, group)
+        self._shared: Any = shared  # without torchrun's agent it is kept here, and others may yet have to read it
         self.name = f"embedded-{shared.add(f'commlib/server/count/{world.rank}', 1)}"
         key = f"commlib/server/{self.name}"
         machines = _told(shared, f"{key}/machine", world, machine(), timeout)
@@ -63,6 +84,9 @@ class Embedded:
         if missing:
             raise PeerLost(f"rank 0 has not said for {timeout:g} s where the parameter server's members meet")
         self.address = shared.get(f"{key}/at").decode()
+        self.nbytes = NBYTES
+        if measures and len(set(machines)) > 1:
+            self.nbytes = _fitting(shared, f"{key}/line", world)
         if machines.index(machines[world.rank]) == world.rank:  # the first of its machine
             self._children = [_start(self.address, self.name, endpoint, timeout, snapshots) for _ in range(each)]
 
@@ -97,7 +121,31 @@ class Embedded:
             if child.poll() is None:
                 child.kill()
                 child.wait()
-        self._children, self._store = [], None
+        self._children, self._store, self._shared = [], None, None
+
+
+def _shared(world: World | None, timeout: float, group: Any) -> tuple[Any, World]:
+    """Where all workers can read and write, and who they are."""
+    if dist.is_initialized():
+        group = group if group is not None else dist.group.WORLD
+        there = World(dist.get_rank(group), dist.get_world_size(group))
+        if world not in (None, there):
+            raise ValueError(f"embedded servers serve the process group's {there.size} ranks: leave workers= out")
+        return (store_of(group) if there.size > 1 else c10d.HashStore()), there
+    if world is None or world.size == 1:
+        return c10d.HashStore(), World(0, 1)
+    told = tuple(os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
+    if told != (str(world.rank), str(world.size)) or "MASTER_ADDR" not in os.environ:
+        raise ValueError(
+            f"embedded servers of {world.size} workers need a process group, or torchrun; "
+            "else let them meet at HOST:PORT (commlib server meet)"
+        )
+    try:
+        store, _, _ = next(iter(rendezvous("env://", timeout=datetime.timedelta(seconds=timeout))))
+    except RuntimeError as e:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
+        raise PeerLost(f"the other workers are not to be found by the store at {where}: {e}") from e
+    return c10d.PrefixStore("commlib", store), world
 
 
 def _told(store: Any, key: str, world: World, mine: Any, timeout: float) -> list[Any]:
@@ -115,6 +163,19 @@ def _wait(store: Any, key: str, timeout: float) -> list[str]:
             return [key]
         time.sleep(0.02)
     return []
+
+
+def _fitting(shared: Any, key: str, world: World) -> int:
+    """Bytes of a chunk, by the link between the first worker's machine and another."""
+    try:
+        line = measure(shared, key, world, _host(shared, alone=False))
+    except PeerLost as e:
+        _log.warning("the link is not measured, and chunks have %d KiB: %s", NBYTES >> 10, e)
+        return NBYTES
+    found = fitting(line.gbit_s) if line is not None else NBYTES
+    if line is not None and world.rank == 0:
+        _log.info("a stream between two machines has %.3f Gbit/s: chunks of %d KiB", line.gbit_s, found >> 10)
+    return found
 
 
 def _host(shared: Any, alone: bool) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,9 +15,12 @@ from torch.optim import Optimizer
 
 from commlib.consistency import make
 from commlib.errors import CommlibError, PlanMismatch
+from commlib.layer import LayerSpec
 from commlib.server.cell import Cell
 from commlib.server.chunks import NBYTES, Chunk, cut
+from commlib.server.coding import Coding, way, way_of_values
 from commlib.server.recipe import Recipe
+from commlib.server.replace import Replace
 
 GO_ON, FAIL = "go on", "fail"
 
@@ -38,6 +42,8 @@ class Job:
         patience: seconds of silence after which a member may be given up (:class:`~commlib.server.pulse.Pulse`).
         nbytes: of a chunk, at most.
         priority: what the next forward pass needs first overtakes what waits to be sent.
+        push: how gradients are coded (:func:`~commlib.server.coding.way`).
+        pull: how values are.
     """
 
     parameters: Mapping[str, tuple[tuple[int, ...], str]]
@@ -52,9 +58,13 @@ class Job:
     patience: float = 10.0
     nbytes: int = NBYTES
     priority: bool = False
+    push: str = "none"
+    pull: str = "none"
 
     def __post_init__(self) -> None:
         make(self.consistency)
+        way(self.push)
+        way_of_values(self.pull)
         for recipe in self.recipes:
             _kind(_name(recipe.kind))
         if self.lost not in (GO_ON, FAIL):
@@ -84,12 +94,26 @@ class Job:
 
     def cell(self, chunk: Chunk, workers: Mapping[int, int]) -> Cell:
         """One of zeros; what it starts with is yet to be said."""
-        name = chunk.pieces[0].name
-        recipe = self.recipes[self.chosen[name]]
+        recipe = self.recipes[self.chosen[chunk.pieces[0].name]]
         cut_up = recipe.by_element and len(chunk.pieces) == 1
-        shapes = [(chunk.numel,)] if cut_up else [self.parameters[p.name][0] for p in chunk.pieces]
+        shapes = [(chunk.numel,)] if cut_up else [self.parameters[name][0] for name in chunk.names]
         values, threshold = torch.zeros(chunk.numel, dtype=chunk.dtype), make(self.consistency).threshold()
         return Cell(values, recipe.make, workers, threshold, mean=self.mean, shapes=shapes)
+
+    @property
+    def coding(self) -> Coding:
+        """How gradients and values travel. A parameter in one piece is to codecs what it is, others are a row."""
+        layers = {key: LayerSpec(key, self._shape(c)) for key, c in self.chunks.items() if c.dtype == torch.float32}
+        return Coding(way(self.push), way_of_values(self.pull), layers)
+
+    def _shape(self, chunk: Chunk) -> tuple[int, ...]:
+        shape = self.parameters[chunk.names[0]][0]
+        return shape if len(chunk.pieces) == 1 and math.prod(shape) == chunk.numel else (chunk.numel,)
+
+    @property
+    def lag(self) -> float | None:
+        """Seconds after which a push is too old; None: never."""
+        return make(self.consistency).lag
 
     @property
     def fingerprint(self) -> str:
@@ -149,6 +173,8 @@ def _name(kind: type[Optimizer]) -> str:
 
 
 def _kind(name: str) -> type[Optimizer]:
+    if name == _name(Replace):
+        return Replace
     module, _, qualname = name.partition(":")
     if not module.startswith("torch.optim"):
         raise ValueError(f"shards know the optimizers of torch.optim, and {name} is none")

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from commlib.filter import Content
 from commlib.server.cell import Applied
 
 
@@ -22,7 +23,7 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Push:
-    """A worker's gradient of a key, (n,), or None: it has none in this step.
+    """A worker's gradient of a key, (n,), as it is or coded, or None: it has none in this step.
 
     ``options`` are the optimizer's, where they are others than it was made with; ``absent`` are the parameters in it,
     by their place, that have no gradient while others have.
@@ -32,7 +33,7 @@ class Push:
     key: str
     worker: int
     stamp: int
-    gradient: Tensor | None
+    gradient: Tensor | Content | None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     absent: frozenset[int] = frozenset()
 
@@ -50,26 +51,56 @@ class Ack:
 
 @dataclasses.dataclass(frozen=True)
 class Pull:
-    """A worker asks for a key's values; with ``within``, for such as no worker's push is further behind."""
+    """A worker asks for a key's values; with ``within``, for such as no worker's push is further behind.
+
+    ``have`` is the number of the answer that it had last; None: it wants the values as they are.
+    """
 
     view: int
     key: str
     worker: int
     clock: int
     within: int | None = None
+    have: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Values:
-    """They are, (n,), new enough for this question, and include so many pushes of each worker."""
+    """They are, (n,), new enough for this question, and include so many pushes of each worker.
+
+    They come as they are, or as the difference to those that the worker has. ``serial`` is this answer's number.
+    """
 
     view: int
     key: str
     worker: int
     clock: int
-    values: Tensor
+    values: Tensor | Content
     included: Mapping[int, int]
     within: int | None = None
+    have: int | None = None
+    serial: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Unknown:
+    """A push of this worker has a signature of keys that are not known here."""
+
+    view: int
+    key: str
+    worker: int
+    signature: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """Those of a signature: int64 (n,)."""
+
+    view: int
+    key: str
+    worker: int
+    signature: bytes
+    keys: Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +148,6 @@ class Complaint:
     why: str
 
 
-Message = Start | Push | Ack | Pull | Values | Replicate | Adopt | Replicated | Observe | Complaint
+Message = Start | Push | Unknown | Keys | Ack | Pull | Values | Replicate | Adopt | Replicated | Observe | Complaint
 Send = tuple[str | int, Message]
 """To a shard, by name, or to a worker, by rank."""

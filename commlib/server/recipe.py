@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from commlib.server.replace import Replace
+
 BY_ELEMENT: frozenset[str] = frozenset(
     {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"}
 )
@@ -31,7 +33,8 @@ class Recipe:
     @property
     def by_element(self) -> bool:
         """Whether a parameter may be cut into chunks."""
-        return self.kind.__module__.startswith("torch.optim.") and self.kind.__name__ in BY_ELEMENT
+        known = self.kind.__module__.startswith("torch.optim.") and self.kind.__name__ in BY_ELEMENT
+        return known or self.kind is Replace
 
     def make(self, parameters: Sequence[torch.nn.Parameter]) -> Optimizer:
         """For these values, with no state yet."""

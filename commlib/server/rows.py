@@ -10,13 +10,15 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from commlib.endpoint import Endpoint
 from commlib.errors import PeerLost
 from commlib.frame import Buffer
 from commlib.server.messages import Message
-from commlib.server.wire import pack
+from commlib.server.wire import heavy, pack
+
+_MOST = 256  # messages in a frame
 
 
 @dataclasses.dataclass(order=True, frozen=True)
@@ -46,11 +48,29 @@ class Rows:
         """Whether something waits."""
         return bool(self._rows)
 
-    def put(self, rank: int, message: Message) -> int:
-        """Sends it, now if there is room, else when there is; returns its bytes."""
-        parts, row = pack(message), self._rows.setdefault(rank, [])
-        urgency = self._urgency.get(getattr(message, "key", ""), 0)
-        heapq.heappush(row, _Waiting(urgency, next(self._count), parts))
+    def put(self, *sends: tuple[int, Message]) -> int:
+        """Sends messages to ranks, now if there is room, else when there is; returns their bytes.
+
+        What goes to one rank is in as few frames as have one urgency and one tensor each.
+        """
+        frames: dict[int, list[list[Message]]] = {}
+        for rank, message in sends:
+            row = frames.setdefault(rank, [[]])
+            if row[-1] and not self._together(row[-1], message):
+                row.append([])
+            row[-1].append(message)
+        return sum(self._put(rank, frame) for rank, row in frames.items() for frame in row)
+
+    def _together(self, frame: Sequence[Message], message: Message) -> bool:
+        full = len(frame) == _MOST or (heavy(message) and any(map(heavy, frame)))
+        return not full and self._urgent(message) == self._urgent(frame[0])
+
+    def _urgent(self, message: Message) -> int:
+        return self._urgency.get(getattr(message, "key", ""), 0)
+
+    def _put(self, rank: int, frame: Sequence[Message]) -> int:
+        parts, row = pack(*frame), self._rows.setdefault(rank, [])
+        heapq.heappush(row, _Waiting(self._urgent(frame[0]), next(self._count), parts))
         if len(row) == 1:
             self._leave(rank)
         return sum(len(part) for part in parts)

@@ -89,7 +89,7 @@ def _serve_job(
     except CommlibError as e:
         roll.end(f"{me.name} cannot begin: {e}")
         raise
-    chunks = job.chunks
+    chunks, coding = job.chunks, job.coding
 
     def cell(key: str) -> Cell:
         made = job.cell(chunks[key], epoch.view.workers)
@@ -97,7 +97,8 @@ def _serve_job(
             made.resume(states[key])
         return made
 
-    shard = Shard(me.name, epoch.view, cell, started=states is not None, keeper=saver.keeper if saver else None)
+    keeper = saver.keeper if saver else None
+    shard = Shard(me.name, epoch.view, cell, started=states is not None, keeper=keeper, coding=coding, lag=job.lag)
     node = ShardNode(mine, shard, {m.name: i for i, m in epoch.of(SHARD).items()}, timeout, job.urgency)
     over: list[str] = []
     member = Membership(
@@ -115,6 +116,7 @@ def _serve_job(
     node.start()
     member.start()
     try:
+        node.call(lambda shard: coding.warm())  # workers do the same meanwhile
         while not over and not stop.wait(_LOOK_S):
             if saver is not None:
                 saver.save(node)

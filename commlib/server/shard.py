@@ -14,13 +14,31 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from commlib.errors import CommlibError, ProtocolError
+from commlib.filter import Content
 from commlib.server.cell import Applied, Cell
+from commlib.server.coding import Coding
+from commlib.server.copies import Copies
+from commlib.server.inbox import Inbox
 from commlib.server.keeper import Keeper
-from commlib.server.messages import Ack, Adopt, Message, Observe, Pull, Push, Replicate, Replicated, Send, Start, Values
+from commlib.server.messages import (
+    Ack,
+    Adopt,
+    Keys,
+    Message,
+    Observe,
+    Pull,
+    Push,
+    Replicate,
+    Replicated,
+    Send,
+    Start,
+    Values,
+)
 from commlib.server.view import View
 
 
@@ -41,6 +59,10 @@ class Shard:
         cell: makes a key's, as it is before any push.
         started: its values are what they are to begin with; else somebody will say.
         keeper: is told of every update of what it owns, for snapshots.
+        coding: how gradients and values travel.
+        lag: seconds after which a push is refused, since its worker was sent the values that it was made with; None:
+            never. In a new view nobody knows that, and the first is taken.
+        clock: seconds.
     """
 
     def __init__(
@@ -51,12 +73,20 @@ class Shard:
         *,
         started: bool = True,
         keeper: Keeper | None = None,
+        coding: Coding | None = None,
+        lag: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self._make, self._keeper = name, cell, keeper
         self._view = view
         self._cells = {key: cell(key) for key, at in view.places.items() if name in at}
         self._whole = set(self._cells if started else ())  # not those that are yet to be adopted, or to start
         self._early: list[Message] = []
+        self._coding = coding or Coding()
+        self._inbox = Inbox(self._coding)
+        self._copies: dict[str, Copies] = {}  # of workers
+        self._lag, self._now = lag, clock
+        self._told: dict[tuple[str, int], float] = {}  # (key, worker) → when it was sent values
         self._owed: dict[str, collections.deque[_Owed]] = collections.defaultdict(collections.deque)
         # replica → updates it has
         self._have = {key: dict.fromkeys(at[1:], 0 if started else -1) for key, at in view.places.items()}
@@ -76,6 +106,11 @@ class Shard:
     def whole(self) -> frozenset[str]:
         """The keys that it could own in the next view."""
         return frozenset(self._whole)
+
+    @property
+    def too_old(self) -> str:
+        """For people: what else than not being finite a push is refused for."""
+        return f", or older than {self._lag:g} s" if self._lag is not None else ""
 
     @property
     def clock(self) -> int:
@@ -111,7 +146,9 @@ class Shard:
             if isinstance(message, Start) and self.owns(message.key):
                 return self._start(message)
             if isinstance(message, Push) and self.owns(message.key):
-                return self._push(message)
+                return self._take(message)
+            if isinstance(message, Keys) and self.owns(message.key):
+                return self._pushes(message.key, *self._inbox.learn(message))
             if isinstance(message, Pull) and self.owns(message.key):
                 return self._pull(message)
             if isinstance(message, Replicated) and self.owns(message.key):
@@ -138,6 +175,9 @@ class Shard:
         self._whole &= kept.keys()
         self._cells = {key: self._cells[key] if key in self._whole else self._make(key) for key in kept}
         self._pulls.clear()
+        self._copies.clear()
+        self._told.clear()
+        self._inbox.change({key for key, at in kept.items() if at[0] == self.name})
         self._have = {key: dict.fromkeys(at[1:], -1) for key, at in kept.items() if at[0] == self.name}
         for key, owed in list(self._owed.items()):
             acks = [_Owed(o.number, [s for s in o.sends if isinstance(s[1], Ack)]) for o in owed]
@@ -172,13 +212,22 @@ class Shard:
             cell.observe(metric)
         return [send for key in self._cells for send in self._answers(key)]
 
-    def _push(self, push: Push) -> list[Send]:
+    def _take(self, push: Push) -> list[Send]:
         cell = self._cells[push.key]
         if push.key not in self._whole:
             raise ProtocolError(f"worker {push.worker} pushes to {push.key}, which has no values yet")
         if push.stamp < cell.included.get(push.worker, 0):  # once more: whoever sent it had no answer
             return self._once_replicated(push.key, cell.number, self._ack(push.key, push.worker, push.stamp))
-        applied = cell.push(push.worker, push.stamp, push.gradient, push.options, push.absent)
+        return self._pushes(push.key, *self._inbox.take(push))
+
+    def _pushes(self, key: str, ready: list[Push], asks: list[Send]) -> list[Send]:
+        return [*asks, *(send for push in ready for send in self._push(push))]
+
+    def _push(self, push: Push) -> list[Send]:
+        cell, gradient = self._cells[push.key], push.gradient
+        assert not isinstance(gradient, Content)  # the inbox has decoded it
+        late = self._lag is not None and self._now() - self._told.get((push.key, push.worker), self._now()) > self._lag
+        applied = cell.push(push.worker, push.stamp, gradient, push.options, push.absent, refuse=late)
         self._owe(push.key, applied)
         sends: list[Send] = [
             (replica, Replicate(self._view.number, push.key, each))
@@ -226,13 +275,16 @@ class Shard:
         if not may:
             return []
         own, included = cell.values.clone(), dict(cell.included)  # what it is now, whenever it leaves
-        for pull in may:
-            del pulls[pull.worker]
-        return self._once_replicated(
-            key,
-            cell.number,
-            [(p.worker, Values(self._view.number, key, p.worker, p.clock, own, included, p.within)) for p in may],
-        )
+        if key not in self._copies:
+            self._copies[key] = Copies(*self._coding.of_values(key))
+        sends: list[Send] = []
+        for p in may:
+            del pulls[p.worker]
+            self._told[key, p.worker] = self._now()
+            row, serial = self._copies[key].answer(p.worker, p.have, own, cell.number)
+            answer = Values(self._view.number, key, p.worker, p.clock, row, included, p.within, p.have, serial)
+            sends.append((p.worker, answer))
+        return self._once_replicated(key, cell.number, sends)
 
     # -- as a replica ---------------------------------------------------------------------------
 

@@ -11,13 +11,14 @@ import concurrent.futures
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from commlib.endpoint import Endpoint
 from commlib.errors import CommlibError, PeerLost, ProtocolError
 from commlib.frame import Buffer
-from commlib.server.messages import Ack, Complaint, Message, Observe, Pull, Push, Replicated, Send, Start
+from commlib.server.messages import Ack, Complaint, Keys, Message, Observe, Pull, Push, Replicated, Send, Start
 from commlib.server.roll import SHARD, WORKER, Epoch, Report
 from commlib.server.rows import Rows
 from commlib.server.shard import Shard
@@ -55,7 +56,7 @@ class ShardNode:
         """Bytes of messages, without what frames and transports add."""
         self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ended = threading.Event()
-        self._error: CommlibError | None = None
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=f"commlib-shard-{shard.name}", daemon=True)
 
     def start(self) -> None:
@@ -83,11 +84,13 @@ class ShardNode:
                 answer.set_exception(e)
 
         self._asked.put(ask)
-        try:
-            return answer.result(self._seconds)
-        except (TimeoutError, concurrent.futures.TimeoutError):
-            why = self._error or f"it is busy for {self._seconds:g} s"
-            raise CommlibError(f"shard {self._shard.name} does not answer: {why}") from None
+        end = time.monotonic() + self._seconds
+        while not answer.done() and self._error is None and time.monotonic() < end:
+            concurrent.futures.wait([answer], timeout=_SLICE_S)
+        if answer.done():
+            return answer.result()
+        why = self._error or f"it is busy for {self._seconds:g} s"
+        raise CommlibError(f"shard {self._shard.name} does not answer: {why}")
 
     def connect(self, epoch: Epoch) -> None:
         """Opens the ways to all members."""
@@ -133,6 +136,9 @@ class ShardNode:
             self._error = e
             if not self._ended.is_set():
                 _log.error("shard %s ends: %s", self._shard.name, e)
+        except Exception as e:  # a mistake of ours: nobody may wait for a thread that is not there
+            self._error = e
+            _log.exception("shard %s cannot go on", self._shard.name)
 
     def _serve(self) -> None:
         """What has come, and what is asked of it."""
@@ -148,25 +154,26 @@ class ShardNode:
         self._rows.leave()
 
     def _answers(self, sender: int, parts: Sequence[Buffer]) -> list[Send]:
+        sends: list[Send] = []
         try:
-            message = unpack(parts)
-            if message.view < self._shard.view.number:  # from before: of one that was given up, say
-                return []
-            self._check(sender, message)
-            sends = self._shard.handle(message)
+            for message in unpack(parts):
+                if message.view < self._shard.view.number:  # from before: of one that was given up, say
+                    continue
+                self._check(sender, message)
+                sends += self._shard.handle(message)
         except ProtocolError as e:
             _log.warning("shard %s refused a message of rank %d: %s", self._shard.name, sender, e)
-            return [(sender, Complaint(0, str(e)[:1000]))]
+            sends.append((sender, Complaint(0, str(e)[:1000])))
         for _, sent in sends:
             if isinstance(sent, Ack) and sent.refused:
                 what = f"push {sent.stamp} of worker {sent.worker} to {sent.key}"
-                _log.warning("shard %s refused %s: it is not finite", self._shard.name, what)
+                _log.warning("shard %s refused %s: it is not finite%s", self._shard.name, what, self._shard.too_old)
         return sends
 
     def _check(self, sender: int, message: Message) -> None:
         """Nobody speaks for another."""
         names = {rank: name for name, rank in self._ranks.items()}
-        if isinstance(message, Push | Pull | Observe):
+        if isinstance(message, Push | Pull | Observe | Keys):
             if message.worker != sender:
                 raise ProtocolError(f"rank {sender} speaks for {WORKER} {message.worker}")
         elif isinstance(message, Start):
@@ -179,10 +186,8 @@ class ShardNode:
             raise ProtocolError(f"rank {sender} is no shard, and sends a {type(message).__name__}")
 
     def _send(self, sends: Sequence[Send]) -> None:
-        for to, message in sends:
-            rank = self._ranks.get(to) if isinstance(to, str) else to
-            if rank is not None:
-                self.sent += self._rows.put(rank, message)
+        named = [(self._ranks.get(to) if isinstance(to, str) else to, message) for to, message in sends]
+        self.sent += self._rows.put(*((rank, message) for rank, message in named if rank is not None))
 
     def _nobody(self, rank: int, why: str) -> None:
         _log.debug("shard %s has nobody to send to at rank %d: %s", self._shard.name, rank, why)

@@ -2,8 +2,11 @@
 
 ::
 
-    part 0    msgpack [kind, field, …] in the order of the message's fields; a tensor is an extension: [dtype, shape]
-    part 1    the tensors' bytes, in that order, one behind the other; the message's only one is not copied
+    part 0    msgpack [[kind, field, …], …], a message each, in the order of its fields; a tensor is an extension:
+              [dtype, shape]
+    part 1    the tensors' bytes, in that order, one behind the other; a frame's only one is not copied
+
+A frame costs as much as some ten thousand bytes, so what one peer is told at a time is in as few as can be.
 
 There is no pickle: what comes is numbers, strings, lists and maps of these, and tensors as large as what came.
 """
@@ -21,12 +24,14 @@ from torch import Tensor
 
 from commlib.buffers import from_buffer, to_buffer
 from commlib.errors import ProtocolError
+from commlib.filter import Content
 from commlib.frame import DTYPES, Buffer
 from commlib.server.cell import Applied
 from commlib.server.messages import (
     Ack,
     Adopt,
     Complaint,
+    Keys,
     Message,
     Observe,
     Pull,
@@ -34,6 +39,7 @@ from commlib.server.messages import (
     Replicate,
     Replicated,
     Start,
+    Unknown,
     Values,
 )
 
@@ -48,13 +54,21 @@ _KINDS: tuple[type[Message], ...] = (
     Complaint,
     Start,
     Observe,
+    Unknown,
+    Keys,
 )
+_HEAVY = (Push, Values, Replicate, Adopt, Start, Keys)
 _TENSOR = 1
 _TEXT = 1024  # characters of a key, of a shard's name
 _LIST = 1 << 16  # entries: msgpack makes room for as many as a list says, before they come
 
 
-def pack(message: Message) -> tuple[Buffer, ...]:
+def heavy(message: Message) -> bool:
+    """Whether it has a tensor: two such in a frame would be copied."""
+    return isinstance(message, _HEAVY) and getattr(message, "gradient", message) is not None
+
+
+def pack(*messages: Message) -> tuple[Buffer, ...]:
     """The parts of a frame. A tensor must stay as it is until they have left."""
     tensors: list[Tensor] = []
 
@@ -62,22 +76,22 @@ def pack(message: Message) -> tuple[Buffer, ...]:
         if isinstance(value, Tensor):
             tensors.append(value.detach().contiguous())
             return msgpack.ExtType(_TENSOR, msgpack.packb([_name(value.dtype), list(value.shape)]))
-        if isinstance(value, Applied):
+        if isinstance(value, Applied | Content):
             return _fields(value)
         if isinstance(value, frozenset):
             return sorted(value)
         raise TypeError(f"a message of the parameter server cannot have a {type(value).__name__}")
 
-    head = msgpack.packb([_KINDS.index(type(message)), *_fields(message)], default=plain)
+    head = msgpack.packb([[_KINDS.index(type(m)), *_fields(m)] for m in messages], default=plain)
     full = [to_buffer(t.view(-1)) for t in tensors if t.numel()]
     return (head, full[0] if len(full) == 1 else bytearray().join(full)) if full else (head,)
 
 
-def unpack(parts: Sequence[Buffer]) -> Message:
-    """The message; its tensors lie in the second part, where that is possible.
+def unpack(parts: Sequence[Buffer]) -> list[Message]:
+    """The messages; their tensors lie in the second part, where that is possible.
 
     Raises:
-        ProtocolError: it is none; what is wrong with it.
+        ProtocolError: one is none; what is wrong with it.
     """
     if not 1 <= len(parts) <= 2:
         raise ProtocolError(f"a message of the parameter server in {len(parts)} parts")
@@ -88,10 +102,16 @@ def unpack(parts: Sequence[Buffer]) -> Message:
         raise
     except Exception as e:  # msgpack raises ValueError, its own and others; of bytes all mean the same
         raise ProtocolError(f"a message that cannot be read ({type(e).__name__}); it may be cut off") from None
-    if not isinstance(found, list) or not found or type(found[0]) is not int or not 0 <= found[0] < len(_KINDS):
-        raise ProtocolError("a message of no kind that the parameter server has")
+    if not isinstance(found, list) or not found:
+        raise ProtocolError("a frame without messages")
     if tensors.left:
         raise ProtocolError(f"a message with {tensors.left} bytes that no tensor needs")
+    return [_message(one) for one in found]
+
+
+def _message(found: object) -> Message:
+    if not isinstance(found, list) or not found or type(found[0]) is not int or not 0 <= found[0] < len(_KINDS):
+        raise ProtocolError("a message of no kind that the parameter server has")
     made = _make(_KINDS[found[0]], found[1:])
     assert isinstance(made, _KINDS)
     return made
@@ -150,6 +170,26 @@ def _row_or_none(value: Any) -> Tensor | None:
     return None if value is None else _row(value)
 
 
+def _coded(value: Any) -> Tensor | Content:
+    if not isinstance(value, list):
+        return _row(value)
+    made = _make(Content, value)
+    assert isinstance(made, Content)
+    return made
+
+
+def _coded_or_none(value: Any) -> Tensor | Content | None:
+    return None if value is None else _coded(value)
+
+
+def _notes(value: Any) -> tuple[object, ...]:
+    return tuple(value) if isinstance(value, list) else _no("notes")
+
+
+def _bytes(value: Any) -> bytes:
+    return value if type(value) is bytes and len(value) <= _TEXT else _no(f"up to {_TEXT} bytes")
+
+
 def _clocks(value: Any) -> dict[int, int]:
     return {_whole(k): _whole(v) for k, v in value.items()} if isinstance(value, dict) else _no("clocks of workers")
 
@@ -176,6 +216,10 @@ _READ: Mapping[str, Callable[[Any], object]] = {
     "float": _number,
     "Tensor": _row,
     "Tensor | None": _row_or_none,
+    "Tensor | Content": _coded,
+    "Tensor | Content | None": _coded_or_none,
+    "tuple[object, ...]": _notes,
+    "bytes": _bytes,
     "Mapping[int, int]": _clocks,
     "frozenset[int]": _ranks,
     "Mapping[str, Any]": _map,

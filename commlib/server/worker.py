@@ -36,6 +36,7 @@ class Terms:
         endpoint: how members are reached, an entry point of ``commlib.endpoints``.
         timeout: seconds that anything waits.
         check: raises if it makes no sense any more to wait for the job to begin.
+        wait: seconds to wait for values, and so for the other workers; None: the time-out.
     """
 
     address: str
@@ -44,6 +45,7 @@ class Terms:
     endpoint: str = "zmq"
     timeout: float = 300.0
     check: Callable[[], None] | None = None
+    wait: float | None = None
 
 
 class Worker:
@@ -67,9 +69,15 @@ class Worker:
         self._member: Membership | None = None
         self._roll = Roll(meeting.visit(terms.address, terms.name, terms.timeout), terms.timeout)
         self._agree()
+        job.coding.warm()
         id = terms.rank if terms.rank is not None else self._roll.new_id()
         towards = meeting.parse(terms.address)[0]
-        self._endpoint = door(terms.endpoint)(id, job=terms.name, towards=towards, timeout=terms.timeout, window=WINDOW)
+        try:
+            opened = door(terms.endpoint)(id, job=terms.name, towards=towards, timeout=terms.timeout, window=WINDOW)
+        except (CommlibError, ValueError) as e:
+            self._decline(e)
+            raise
+        self._endpoint = opened
         try:
             key = getattr(self._endpoint, "public_key", None)
             self._me = self._roll.enlist(WORKER, self._endpoint.address, key, place(), id)
@@ -137,9 +145,13 @@ class Worker:
         try:
             self.job.check(agreed, "who came first")
         except PlanMismatch as e:
-            if not self._roll.newest() and self._terms.rank is not None:
-                self._roll.end(f"worker {self._terms.rank} cannot take part: {e}")  # the others would wait for it
+            self._decline(e)
             raise
+
+    def _decline(self, why: Exception) -> None:
+        """Of those that begin the others would wait for it."""
+        if not self._roll.newest() and self._terms.rank is not None:
+            self._roll.end(f"worker {self._terms.rank} cannot take part: {why}")
 
     def _join(self) -> None:
         name = self._await_first()
@@ -193,7 +205,11 @@ class Worker:
         if self._client is None and not self._came.is_set():
             ranks = {m.name: i for i, m in epoch.of(SHARD).items()}
             client = ClientNode(
-                self._endpoint, Client(self._me.id, epoch.view), ranks, self._terms.timeout, self.job.urgency
+                self._endpoint,
+                Client(self._me.id, epoch.view, self.job.coding),
+                ranks,
+                self._terms.timeout if self._terms.wait is None else self._terms.wait,
+                self.job.urgency,
             )
             client.change(epoch)
             client.start()

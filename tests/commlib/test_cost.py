@@ -104,3 +104,21 @@ def test_what_is_no_cluster_is_refused(bad: dict[str, int]) -> None:
     good = {"m": 2, "n": 2, "rows": 1, "workers": 2, "servers": 2}
     with pytest.raises(ValueError, match=next(iter(bad))):
         Shape(**{**good, **bad})
+
+
+def test_a_worker_sends_its_gradient_once_and_the_busiest_shard_its_share_of_all_workers() -> None:
+    nbytes, matrix = 4 * 4096 * 4096, Shape(4096, 4096, rows=0, workers=8, servers=8)
+    assert cost.push_pull_worker(nbytes) == 4 * cost.ps_worker(matrix) / 2  # one way
+    for servers in (1, 3, 8):
+        one = dataclasses.replace(matrix, servers=servers)
+        assert cost.push_pull_shard(nbytes, 8, servers) == pytest.approx(4 * cost.ps_server(one) / 2)
+
+
+@given(st.integers(3, 64), st.integers(1, 200))
+def test_dedicated_servers_win_from_half_as_many_as_workers_on_and_at_most_nearly_twice(p: int, servers: int) -> None:
+    gain = cost.push_pull_gain(p, servers)
+    assert (gain > 1) == (servers * 2 * (p - 1) > p * p)
+    assert gain <= 2 * (p - 1) / p < 2
+    assert cost.push_pull_gain(p, p) == pytest.approx(2 * (p - 1) / p)  # more servers than workers help no further
+    assert cost.push_pull_gain(p, 2 * p) == cost.push_pull_gain(p, p)
+    assert cost.push_pull_gain(2, servers) <= 1  # two ranks exchange no more than that between themselves

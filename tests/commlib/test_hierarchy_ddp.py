@@ -126,19 +126,23 @@ def test_random_delays_between_rounds_change_nothing_in_50_steps(fleet: Fleet, s
 
 
 def limited(world: World) -> tuple[bool, float, float, float]:
-    """Two levels with and without a limit: only what goes between nodes is held up."""
+    """Two levels with and without a limit: only what goes between nodes is held up. Seconds are the least of three."""
     grads, seconds = [], []
     limit = commlib.RateLimit(20)
     for each in (None, limit):
         ddp = DistributedDataParallel(nn.Linear(1024, 1024, bias=False))
         with torchrun(world, 2):
             comm = commlib.attach(ddp, "none", hierarchy=True, limit=each)
-        dist.barrier()
-        start = time.perf_counter()
-        ddp(torch.full((2, 1024), world.rank + 1.0)).sum().backward()
-        seconds.append(time.perf_counter() - start)
+        tries = []
+        for _ in range(3):
+            ddp.zero_grad()
+            dist.barrier()
+            start = time.perf_counter()
+            ddp(torch.full((2, 1024), world.rank + 1.0)).sum().backward()
+            tries.append(time.perf_counter() - start)
+        seconds.append(min(tries))
         grads.append(ddp.module.weight.grad.clone())
-        between = comm.stats().inter_bytes or 0
+        between = (comm.stats().inter_bytes or 0) // 3
         comm.close()
     free, held = seconds
     return torch.equal(*grads), free, held, limit.seconds(between - limit.at_once)

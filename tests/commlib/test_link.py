@@ -56,6 +56,12 @@ def test_slower_leaves_the_link_that_it_is_asked_of_alone() -> None:
     assert link == Link(2, Line(1, 2), Line(3, 4))
 
 
+def test_the_way_to_servers_is_as_much_slower_and_may_have_the_least_beta() -> None:
+    link = Link(2, Line(1, 2), Line(3, 4), push_pull=Line(5, 1))
+    assert link.slower(2) == Link(2, Line(2, 4), Line(6, 8), push_pull=Line(10, 2))
+    assert (link.least_beta, Link(2, Line(1, 2), Line(3, 4)).least_beta) == (1, 2)
+
+
 @pytest.mark.parametrize("name", ["alpha", "beta"])
 @pytest.mark.parametrize("bad", [-1e-9, math.nan, math.inf, -math.inf])
 def test_a_line_that_cannot_be_is_refused_by_name(name: str, bad: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -125,6 +126,182 @@ def test_replicas_are_the_same_to_the_last_bit_at_the_end_and_have_learned(spec:
         found = cluster.train(worker)
     assert all(same(each, found[0][0]) for each, _, _ in found)
     assert all(after < 0.8 * before for _, before, after in found)
+
+
+FILTERS = "significance:threshold=0.001+key_cache+fixed_float+lossless"
+
+
+@pytest.mark.parametrize(
+    ("spec", "push", "pull"),
+    [
+        ("bsp", "onebit", "onebit"),
+        ("bsp", "topk:ratio=0.05", "int8"),
+        ("bsp", "powersgd", "fp16"),
+        ("bsp", FILTERS, FILTERS.replace("0.001", "0.0001")),
+        ("ssp:2", "onebit", "onebit"),
+        ("asp", "random_skip:keep=0.1", "lossless"),
+    ],
+)
+def test_coded_messages_are_smaller_and_it_learns_the_same_and_all_end_with_the_shards_values(
+    spec: str, push: str, pull: str
+) -> None:
+    def worker(rank: int, *coded: str) -> tuple[list[Tensor], list[Tensor], list[float], int]:
+        model = make(rank)
+        made = torch.optim.SGD(model.parameters(), lr=0.1)
+        with cluster.join(model, made, rank, spec, push=coded[0], pull=coded[1], copies=2) as server:
+            begun = server.sent + server.received
+            losses = []
+            for step in range(40):
+                made.zero_grad()
+                losses.append(backward(model, rank, step).item())
+                server.step()
+            server.wait()
+            before, used = state(model), server.sent + server.received - begun
+        return before, state(model), losses, used
+
+    with Cluster(2, 2) as cluster:
+        plain = cluster.train(lambda rank: worker(rank, "none", "none"))
+    with Cluster(2, 2) as cluster:
+        found = cluster.train(lambda rank: worker(rank, push, pull))
+    assert same(found[0][1], found[1][1])
+    assert same(found[0][0], found[1][0]) or spec != "bsp"
+    assert found[0][3] < 0.8 * plain[0][3]
+    assert sum(found[0][2][-5:]) < 0.75 * sum(found[0][2][:5])
+
+
+def alone(model: nn.Module, steps: int, skipped: int = -1) -> list[Tensor]:
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        made.zero_grad()
+        backward(model, 0, step)
+        if step != skipped:
+            made.step()
+    return state(model)
+
+
+@pytest.mark.parametrize("spec", ["downpour:push=3,fetch=3", "downpour:fetch=5", "wsp:local=2"])
+def test_one_worker_that_pushes_and_fetches_now_and_then_trains_as_it_would_alone(spec: str) -> None:
+    def worker(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+        model = make()
+        made = torch.optim.SGD(model.parameters(), lr=0.1)
+        with cluster.join(model, made, rank, spec) as server:
+            for step in range(10):
+                made.zero_grad()
+                backward(model, rank, step)
+                server.step()
+            before = state(model)
+        return before, state(model)
+
+    with Cluster(2, 1) as cluster:
+        before, found = cluster.train(worker)[0]
+    expected = alone(make(), 10)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    if spec == "downpour:push=3,fetch=3":  # the tenth step was its own
+        for a, b in zip(before, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "of_sent", "of_received"),
+    [
+        ("asp", {}, 1.0, 1.0),
+        ("downpour:push=5,fetch=5", {}, 0.2, 0.2),
+        ("downpour:fetch=5", {}, 1.0, 0.2),
+        ("wsp:distance=1,local=3", {}, 0.25, 0.25),
+        ("ssp:4", {"cache": True}, 1.0, 0.7),
+    ],
+)
+def test_between_pushes_and_fetches_nothing_is_sent_and_it_learns(
+    spec: str, options: dict[str, Any], of_sent: float, of_received: float
+) -> None:
+    steps = 60
+
+    def worker(rank: int) -> tuple[list[Tensor], list[float], float, float]:
+        model = make(rank)
+        made = torch.optim.SGD(model.parameters(), lr=0.1)
+        with cluster.join(model, made, rank, spec, **options) as server:
+            sent, received, losses = server.sent, server.received, []
+            for step in range(steps):
+                made.zero_grad()
+                losses.append(backward(model, rank, step).item())
+                server.step()
+            server.wait()
+            sent, received = server.sent - sent, server.received - received
+        return state(model), losses, sent, received
+
+    with Cluster(2, 3) as cluster:
+        found = cluster.train(worker)
+    values = sum(p.nbytes for p in make().parameters()) * steps
+    for replica, losses, sent, received in found:
+        assert same(replica, found[0][0])
+        assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+        assert sent == pytest.approx(of_sent * values, rel=0.1)
+        assert received < 1.1 * of_received * values
+
+
+def test_values_in_a_cache_are_never_older_than_the_rule_allows() -> None:
+    def worker(rank: int) -> int:
+        model = make()
+        made = torch.optim.SGD(model.parameters(), lr=0.1)
+        with cluster.join(model, made, rank, "ssp:3", cache=True) as server:
+            kept = 0
+            for step in range(30):
+                made.zero_grad()
+                backward(model, rank, step)
+                for key, included in server._syncer._rhythm._included.items():
+                    others = {w: n for w, n in included.items() if w != rank}
+                    assert all(n >= step - 3 for n in others.values()), (key, step, included)
+                server.step()
+                kept += sum(key not in server._syncer._asked for key in server._syncer._chunks)
+        return kept
+
+    with Cluster(2, 3) as cluster:
+        assert all(kept > 0 for kept in cluster.train(worker))
+
+
+def test_of_gradients_that_add_up_one_that_is_not_finite_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    def worker(rank: int) -> list[Tensor]:
+        model = make()
+        made = torch.optim.SGD(model.parameters(), lr=0.1)
+        with cluster.join(model, made, rank, "downpour:push=4,fetch=4") as server:
+            for step in range(10):
+                made.zero_grad()
+                backward(model, rank, step)
+                if step == 5:
+                    weight = next(model.parameters())
+                    assert weight.grad is not None
+                    weight.grad[0, 0] = torch.nan
+                server.step()
+        return state(model)
+
+    with Cluster(1, 1) as cluster:
+        found = cluster.train(worker)[0]
+    for a, b in zip(found, alone(make(), 10, skipped=5), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    assert "the gradient of 0.weight is not finite: this worker leaves its step out" in caplog.text
+
+
+def test_gradients_of_values_that_are_too_old_count_for_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def worker(rank: int) -> tuple[list[Tensor], int]:
+        model = make()
+        made = torch.optim.SGD(model.parameters(), lr=0.1)
+        with cluster.join(model, made, rank, "downpour:time_lag=0.2") as server:
+            for _ in range(2):
+                made.zero_grad()
+                loss = nn.functional.cross_entropy(model(batch(0, 0)[0]), batch(0, 0)[1])
+                time.sleep(0.5)
+                loss.backward()
+                server.step()
+            server.sync()
+            refused = server.refused
+        return state(model), refused
+
+    with Cluster(1, 1) as cluster:
+        found, refused = cluster.train(worker)[0]
+    assert same(found, state(make()))
+    assert refused >= 2
+    assert "it is not finite, or older than 0.2 s" in caplog.text
 
 
 def ddp(world: World) -> list[Tensor]:

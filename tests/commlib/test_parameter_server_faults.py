@@ -37,7 +37,8 @@ def alone(spec: str = "bsp", **options: Any) -> Iterator[tuple[nn.Module, torch.
 
 def test_another_model_is_named_by_what_differs_and_nobody_waits_for_it() -> None:
     def worker(rank: int) -> None:
-        time.sleep(0.3 * rank)
+        if rank:
+            cluster.await_job()
         model, optimizer = make(6 + rank)
         cluster.join(model, optimizer, rank).close()
 
@@ -57,11 +58,13 @@ def test_another_model_is_named_by_what_differs_and_nobody_waits_for_it() -> Non
         ({"mean": False}, "mean: False here, and True at who came first"),
         ({"copies": 1, "patience": 3.0}, "patience: 3.0 here, and 10.0 at"),
         ({"lost": "fail"}, "lost: 'fail' here, and 'go on' at"),
+        ({"push": "onebit"}, "push: 'onebit' here, and 'none' at"),
     ],
 )
 def test_other_rules_are_named(options: dict[str, Any], said: str) -> None:
     def worker(rank: int) -> None:
-        time.sleep(0.3 * rank)
+        if rank:
+            cluster.await_job()
         model, optimizer = make()
         cluster.join(model, optimizer, rank, **(options if rank else {})).close()
 
@@ -71,7 +74,8 @@ def test_other_rules_are_named(options: dict[str, Any], said: str) -> None:
 
 def test_a_wrong_world_size_is_named() -> None:
     def worker(rank: int) -> None:
-        time.sleep(0.3 * rank)
+        if rank:
+            cluster.await_job()
         model, optimizer = make()
         cluster.workers = 2 + rank
         cluster.join(model, optimizer, rank).close()
@@ -193,12 +197,39 @@ def test_the_users_optimizer_is_not_to_be_stepped() -> None:
     optimizer.step()  # it is the user's again
 
 
+@pytest.mark.parametrize("spec", ["asp", "downpour:push=2"])
+def test_a_cache_where_nothing_is_too_old_is_refused_at_once(spec: str) -> None:
+    model, optimizer = make()
+    with pytest.raises(ValueError, match=f"with {spec.partition(':')[0]}.* no values are too old for a cache"):
+        commlib.ParameterServer(model, optimizer, spec, "127.0.0.1:1", cache=True)
+
+
 def test_a_second_backward_pass_in_a_step_is_refused() -> None:
     with alone() as (model, _, server):
         backward(model)
         with pytest.raises(commlib.CommlibError, match="has a second gradient in one step"):
             backward(model)
         server.step()
+
+
+def test_no_gradient_leaves_that_was_computed_with_values_of_a_step_before() -> None:
+    with alone() as (model, optimizer, server):
+        first, last = model[0], model[2]  # type: ignore[index]
+        for step in range(3):
+            optimizer.zero_grad()
+            if step == 2:  # its forward() was called so far, and now it is not: nobody waits for its values
+                x = nn.functional.linear(torch.ones(3, 5), first.weight, first.bias)
+                with pytest.raises(
+                    commlib.CommlibError, match=r"was used without its module's forward\(\), with the val"
+                ):
+                    nn.functional.linear(x.tanh(), last.weight, last.bias).sum().backward()
+                optimizer.zero_grad()
+                server.wait()
+                x = nn.functional.linear(torch.ones(3, 5), first.weight, first.bias)
+                nn.functional.linear(x.tanh(), last.weight, last.bias).sum().backward()
+            else:
+                backward(model)
+            server.step()
 
 
 def test_after_the_end_there_are_no_steps_and_the_model_is_the_users_again() -> None:

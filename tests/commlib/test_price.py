@@ -145,3 +145,14 @@ def test_one_rank_alone_sends_nothing() -> None:
     for way in (dense(s, link), factors(s, link), price.owners(s.n, s.m, s.rows, link, local_s=0)):
         assert (way.sent, way.link_s, way.shared_s) == (0, 0, 0)
     assert math.isinf(cost.crossover_rows(s.m, s.n, 1, 1))
+
+
+def test_servers_cost_their_line_and_what_stays_dense_beside_them_its_own() -> None:
+    served = dataclasses.replace(ODD, push_pull=Line(0.25, 2e-8))
+    assert price.push_pull(1000, served) == price.Way("push_pull", 1000, 2e-8 * 1000, 0.25)
+    beside = price.push_pull(1000, served, plain=100)
+    assert beside.sent == 1000 + 150
+    assert beside.link_s == pytest.approx(2e-8 * 1000 + 1e-8 * 150)
+    assert beside.shared_s == 0.25 + 0.5
+    with pytest.raises(ValueError, match="the way to the servers was not measured"):
+        price.push_pull(1000, ODD)

@@ -37,6 +37,7 @@ def test_biased_codecs_get_feedback_and_unbiased_ones_do_not() -> None:
     assert registry.make("qsgd") == QSGD()
     assert registry.make("onebit:ef=off") == OneBit()
     assert registry.make("qsgd:ef=on") == ErrorFeedback(QSGD())
+    assert registry.make("onebit:ef=0.9") == ErrorFeedback(OneBit(), 0.9)
     assert registry.make(OneBit()) == ErrorFeedback(OneBit())
     assert registry.make(ErrorFeedback(OneBit())) == ErrorFeedback(OneBit())
 
@@ -58,6 +59,7 @@ def test_lossless_codecs_and_those_with_their_own_residual_get_none() -> None:
         (ErrorFeedback(TopK(0.1, "int8")), "topk:ratio=0.1,values=int8"),
         (QSGD(), "qsgd"),
         (ErrorFeedback(QSGD(3)), "qsgd:levels=3,ef=on"),
+        (ErrorFeedback(TopK(chunk=64), 0.95), "topk:chunk=64,ef=0.95"),
         (ErrorFeedback(TopK(values="qsgd:levels=3;block=64")), "topk:values=qsgd:levels=3;block=64"),
     ],
 )
@@ -81,7 +83,7 @@ def test_blanks_around_parts_are_ignored() -> None:
     [
         ("onebitt", "unknown compressor 'onebitt'.*did you mean 'onebit'"),
         ("", "unknown compressor ''"),
-        ("topk:ration=0.5", "unknown option 'ration'.*known: ef, ratio, values; did you mean 'ratio'"),
+        ("topk:ration=0.5", "unknown option 'ration'.*known: chunk, ef, ratio, values; did you mean 'ratio'"),
         ("topk:ratio", "cannot read 'ratio'"),
         ("topk:ratio=", "cannot read 'ratio='"),
         ("topk:=3", "cannot read '=3'"),

@@ -16,15 +16,15 @@ from commlib.bench.link.backends import choose, known
 from commlib.bench.link.command import link
 from commlib.bench.link.ops import OPS
 from commlib.bench.link.rank import Measured, Point, Settings
-from commlib.bench.link.stream import Line
 from commlib.bench.record import Record, facts, read
 from commlib.errors import CommlibError, MissingDependency, PeerLost
+from commlib.stream import Stream
 
 COLUMNS = [
     *("backend", "op", "bytes", "reps", "seconds", "spread", "bus_gbit_s", "of_line"),
     *("alpha_us", "beta_gbit_s", "predicted_s", "off"),
 ]
-LINE = Line(0.2, 2e-5)
+LINE = Stream(0.2, 2e-5)
 
 
 def points(op: str, sizes: list[int], alpha: float = 0.001, beta: float = 6e-8) -> list[Point]:

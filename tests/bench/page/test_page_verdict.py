@@ -150,6 +150,8 @@ def test_exact_and_lossy_routes_are_told_apart() -> None:
     text = " ".join(said([row("ddp", 1.0, by="pytorch"), row("none@gather", 0.8), row("onebit", 0.5)]))
     assert "onebit is the fastest, it saves 50 % of the step of plain DDP (1 s) and changes the gradient." in text
     assert "The fastest exact route is none@gather, it saves 20 %." in text
+    placed = " ".join(said([row("ddp", 1.0, by="pytorch"), row("placed:fc*", 0.7), row("onebit", 0.5)]))
+    assert "The fastest exact route is placed:fc*, it saves 30 %." in placed
     alone = " ".join(said([row("ddp", 1.0, by="pytorch"), row("none@gather", 0.8), row("onebit", 0.9)]))
     assert (
         "none@gather is the fastest, it saves 20 % of the step of plain DDP (1 s) and leaves the gradient exact."

@@ -57,7 +57,8 @@ def pending(stores: list[MemoryStore], shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def test_the_pairs_are_those_that_architecture_names():
-    assert len(PAIRS) == 4 + len(SPECS) + (len(SPECS) - 3) + 2  # 4 are summed; three keep more than a residual
+    assert len(PAIRS) == 4 + len(SPECS) + (len(SPECS) - 3) + 3  # 4 are summed; three keep more than a residual
+    assert {p for p in PAIRS if p.endswith("@push_pull")} == {"none@push_pull"}
     assert {p for p in PAIRS if p.endswith("@low_rank")} == {"powersgd@low_rank"}
     assert {p for p in PAIRS if p.endswith("@blocks")} == {f"{BLOCKS}@blocks"}
 
@@ -90,7 +91,7 @@ def test_what_was_sent_and_what_is_pending_add_up_to_all_gradients(pair, world, 
     assert error < tolerance
 
 
-@pytest.mark.parametrize("pair", ["none@dense", "none@gather", "none@scatter_gather"])
+@pytest.mark.parametrize("pair", ["none@dense", "none@gather", "none@scatter_gather", "none@push_pull"])
 @given(world=worlds, shape=shapes, seed=st.integers(0, 99))
 def test_the_identity_gives_the_mean(pair, world, shape, seed):
     grads = gradients(world, shape, seed)

@@ -18,7 +18,8 @@ from commlib.manager.model import Model, Unit, by_gain, routes
 from commlib.manager.sheet import Figures
 from commlib.model import layer_specs, linear_layers
 from commlib.overlap import Bucket, Pass
-from commlib.price import Way, factors, owners, owners_sent
+from commlib.price import Way, factors, owners, owners_sent, push_pull
+from commlib.route import make_plan
 
 TIMES = st.lists(st.tuples(st.floats(0.1, 1), st.floats(0, 1)), min_size=1, max_size=6)
 SLOW = Link(4, Line(1e-4, 1e-7), Line(5e-5, 1e-7))
@@ -186,3 +187,29 @@ def test_routes_are_in_the_order_of_the_backward_pass_and_gains_in_that_of_secon
     choice = Choice({**dense, **rows}, dense, {}, 0.0, 0.0)
     assert list(routes(choice, {"a": 2.0, "b": 3.0, "c": 1.0})) == ["c", "a", "b"]
     assert by_gain(choice) == ["b", "c", "a"]
+
+
+def with_servers(line: Line | None) -> Choice:
+    """For the net on a slow link; of its layers only ``fc.weight`` and ``head`` are large enough for servers."""
+    specs = layer_specs(Net())
+    plan = make_plan(specs, "push_pull", world=4, min_size=1000)
+    model = Model(specs, linear_layers(Net()), served=plan)
+    ready, names = (0.002, 0.003), (("head.weight", "scale"), ("fc.weight", "fc.bias"))
+    f = Figures(2, 0.01, 0.0, ready, names, 0.003, {}, {})
+    return model.choose(model.seen(f), f, dataclasses.replace(SLOW, push_pull=line), {}, {}, {}, 0.0)
+
+
+def test_servers_are_chosen_where_their_line_is_shorter_at_the_price_of_what_stays_dense_beside() -> None:
+    fast = Line(1e-4, 0.75e-7)  # half as long for each byte of gradient: an all-reduce sends 1.5 of each
+    choice = with_servers(fast)
+    assert routes(choice, {}) == {"head": "push_pull", "fc": "push_pull"}
+    link = dataclasses.replace(SLOW, push_pull=fast)
+    assert choice.ways["head"] == push_pull(4800, link)
+    assert choice.ways["fc"] == push_pull(9600, link, plain=160)
+    assert choice.ways["scale"].route == "dense"
+    assert choice.seconds < 0.9 * choice.dense_s
+
+
+@pytest.mark.parametrize("line", [None, Line(1e-4, 1.5e-7), Line(5e-3, 0.75e-7)])
+def test_servers_that_were_not_measured_or_win_nothing_are_left_alone(line: Line | None) -> None:
+    assert routes(with_servers(line), {}) == {}

@@ -14,6 +14,7 @@ from commlib.manager.decision import Decision
 from commlib.manager.sheet import Figures, Sheet, Step, slowest
 
 LINK = Link(3, Line(0.5, 1e-8), Line(0.25, 2e-8))
+SERVED = dataclasses.replace(LINK, push_pull=Line(0.125, 3e-8))
 NUMBERS = st.floats(0, 1e3)
 NAMES = st.text(max_size=4)
 LINES = st.builds(Line, NUMBERS, NUMBERS)
@@ -164,6 +165,12 @@ def test_the_slowest_rank_has_the_most_of_everything() -> None:
     most = dataclasses.replace(b, rest=1.0, ready=(2.0, 3.5), seen={"fc": 2.5, "head": 1.0}, wire=0.3, probe_s=2.0)
     most = dataclasses.replace(most, link=Link(3, Line(0.5, 5e-8), Line(0.9, 2e-8), drag=2.0))
     assert slowest([a, b]) == slowest([b, a]) == most
+
+
+def test_the_way_to_servers_comes_through_the_store_and_is_the_slowest_ranks() -> None:
+    a, b = figures(link=SERVED), figures(link=dataclasses.replace(SERVED, push_pull=Line(0.25, 1e-8)))
+    assert Figures.from_wire(msgpack.unpackb(msgpack.packb(a.to_wire()))) == a
+    assert slowest([a, b]).link == dataclasses.replace(SERVED, push_pull=Line(0.25, 3e-8))
 
 
 @given(FIGURES.filter(lambda f: f.steps > 0), st.integers(1, 4))

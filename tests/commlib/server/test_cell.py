@@ -16,8 +16,10 @@ from torch.optim import Optimizer
 
 from commlib.consistency import ASP, BSP, SSP, Consistency, make
 from commlib.errors import ProtocolError
-from commlib.server.cell import Cell, finite
+from commlib.finite import finite
+from commlib.server.cell import Cell
 from commlib.server.recipe import BY_ELEMENT, Recipe
+from commlib.server.replace import Replace
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 
@@ -40,6 +42,19 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, Mapping):
         return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
     return bool(a == b)
+
+
+def test_a_cell_of_sums_holds_the_last_steps_and_what_is_not_finite_only_for_that_step() -> None:
+    book = Cell(torch.zeros(3), Recipe(Replace, {}).make, range(3), BSP().threshold(), mean=False)
+    steps = [[1.0, 2.0, 3.0], [torch.nan, 1.0, torch.inf], [0.5, 0.5, 0.5]]
+    for t, values in enumerate(steps):
+        for worker in (2, 0, 1):
+            given = torch.tensor([values[worker], 1.0, -1.0])
+            applied = book.push(worker, t, given)
+        assert not applied[0].refused
+        assert torch.equal(book.values[1:], torch.tensor([3.0, -3.0]))
+        assert book.values[0].item() == sum(values) or t == 1
+    assert Recipe(Replace, {}).by_element
 
 
 @pytest.mark.parametrize("kind", sorted(BY_ELEMENT))

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.server.chunks import NBYTES, cut
+from commlib.server.chunks import NBYTES, cut, fitting
 
 
 @given(
@@ -73,3 +73,11 @@ def test_a_piece_of_one_parameter_is_not_copied() -> None:
 def test_chunks_too_small_for_a_value_are_refused() -> None:
     with pytest.raises(ValueError, match=r"a chunk of 7 bytes has no room for a value of torch\.float64"):
         cut({"w": torch.zeros(2, dtype=torch.float64)}, 7, small=0)
+
+
+@pytest.mark.parametrize(
+    ("gbit_s", "kib"),
+    [(0.0, 128), (1e-3, 128), (0.05, 128), (0.136, 512), (0.2, 512), (0.42, 1024), (0.94, 2048), (25.0, 2048)],
+)
+def test_a_chunk_is_what_the_link_carries_in_so_many_milliseconds_within_bounds(gbit_s: float, kib: int) -> None:
+    assert fitting(gbit_s) == kib << 10

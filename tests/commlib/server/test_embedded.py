@@ -7,9 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+import commlib
+from commlib.bench.lab import Lab
+from commlib.bench.launch import run_ranks
 
 PROGRAM = """
 import os, signal, sys, time
@@ -42,6 +49,29 @@ def runs(pid: int) -> bool:
         return False
 
 
+def chunk_of(folder: str | None) -> tuple[int, list[float]]:
+    """Bytes of a chunk that the workers agree on, and the values after a step."""
+    model = nn.Linear(500, 500)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with commlib.ParameterServer(model, optimizer, "bsp", timeout=60, snapshots=folder) as server:
+        model(torch.ones(2, 500)).sum().backward()
+        server.step()
+    return server.nbytes, model.bias.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("saves", "kib"), [(False, 128), (True, 2048)])
+def test_between_machines_chunks_fit_the_link_unless_they_are_saved(
+    lab: Callable[..., Lab], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, saves: bool, kib: int
+) -> None:
+    monkeypatch.setenv("COMMLIB_INSECURE", "1")
+    made = lab(2, 20e6)
+    port, folder = made.start(), str(tmp_path) if saves else None
+    first, second = run_ranks(chunk_of, 2, (folder,), env=lambda r: made.environment(r, port), prefix=made.prefix)
+    assert first == second
+    assert first[0] == kib << 10
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "code"), [("end", 0), ("raise", 1), ("kill", -9), ("interrupt", 1)])
 def test_no_shard_outlives_a_training_however_that_ends(tmp_path: Path, how: str, code: int) -> None:
@@ -64,3 +94,29 @@ def test_no_shard_outlives_a_training_however_that_ends(tmp_path: Path, how: str
     while any(map(runs, shards)):
         assert time.monotonic() - begun < 60
         time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_under_torchrun_workers_find_each_other_without_a_process_group(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    told = "        os.write(1, b'trained %d.' % server._worker.job.workers)\n        if step == 20"
+    program.write_text(PROGRAM.replace("        if step == 20", told))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(program),
+        "end",
+    ]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("trained 2.") == 2 * 21
+
+
+def test_several_workers_who_do_not_know_of_each_other_are_told_what_they_need() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="of 3 workers need a process group, or torchrun; else let them"):
+        commlib.ParameterServer(model, torch.optim.SGD(model.parameters()), workers=3, rank=1)

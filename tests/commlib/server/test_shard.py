@@ -19,9 +19,11 @@ from torch import Tensor
 
 from commlib.consistency import BSP, Consistency, make
 from commlib.errors import CommlibError, PeerLost, ProtocolError
+from commlib.layer import LayerSpec
 from commlib.server.cell import Cell
 from commlib.server.client import Client
-from commlib.server.messages import Ack, Message, Pull, Push, Send, Values
+from commlib.server.coding import Coding, way, way_of_values
+from commlib.server.messages import Ack, Message, Pull, Push, Send, Unknown, Values
 from commlib.server.ring import Ring
 from commlib.server.shard import Shard
 from commlib.server.view import View, first, following
@@ -30,13 +32,18 @@ KEYS = {f"w[{i}]": 8 for i in range(3)}
 WORKERS = 3
 
 
-def cell(rule: Consistency, workers: Any, key: str) -> Cell:
-    values = torch.zeros(WORKERS, dtype=torch.float64)
+SPARSE = "significance:threshold=0.5+key_cache:entries=4+lossless"  # loses nothing of whole numbers
+CODED = Coding(way(SPARSE), way_of_values(SPARSE), {key: LayerSpec(key, (WORKERS,)) for key in KEYS})
+CODINGS = st.sampled_from([None, CODED])
+
+
+def cell(rule: Consistency, workers: Any, key: str, dtype: torch.dtype = torch.float64) -> Cell:
+    values = torch.zeros(WORKERS, dtype=dtype)
     return Cell(values, lambda p: torch.optim.SGD(p, lr=1.0), workers, rule.threshold(), mean=False)
 
 
-def pushed(worker: int, stamp: int) -> Tensor:
-    gradient = torch.zeros(WORKERS, dtype=torch.float64)
+def pushed(worker: int, stamp: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    gradient = torch.zeros(WORKERS, dtype=dtype)
     gradient[worker] = -(4.0**stamp)
     return gradient
 
@@ -44,8 +51,10 @@ def pushed(worker: int, stamp: int) -> Tensor:
 class Worker:
     """Pulls every key, then pushes every key, so many times."""
 
-    def __init__(self, rank: int, view: View, steps: int) -> None:
-        self.client, self.rank, self.steps = Client(rank, view), rank, steps
+    def __init__(self, rank: int, view: View, steps: int, coding: Coding | None = None) -> None:
+        self.client, self.rank, self.steps = Client(rank, view, coding), rank, steps
+        self.dtype = torch.float32 if coding else torch.float64
+        self.begun = view.workers[rank]
         self.acknowledged = collections.defaultdict[str, set[int]](set)
         self.asked = False
 
@@ -62,13 +71,19 @@ class Worker:
         if any(self.client.values(key) is None for key in KEYS):
             return []
         self.asked = False
-        return [send for key in KEYS for send in self.client.push(key, pushed(self.rank, self.client.clock(key)))]
+        return [send for key in KEYS for send in self.push(key)]
+
+    def push(self, key: str) -> list[Send]:
+        clock, found = self.client.clock(key), self.client.values(key)
+        assert found is not None
+        own = digits(int(found[0][self.rank].item()))
+        assert set(range(self.begun, clock)) <= own.keys(), f"{self.rank} at {clock} reads {key} without its own: {own}"
+        return self.client.push(key, pushed(self.rank, clock, self.dtype))
 
     def handle(self, message: Message) -> list[Send]:
         if isinstance(message, Ack):
             self.acknowledged[message.key].add(message.stamp)
-        self.client.handle(message)
-        return []
+        return self.client.handle(message)
 
     def change(self, view: View) -> list[Send]:
         return self.client.change(view)
@@ -77,12 +92,15 @@ class Worker:
 class Cluster:
     """Whoever makes views here knows at once who is dead; the others learn of a view when it reaches them."""
 
-    def __init__(self, rule: Consistency, shards: int, copies: int, steps: int, rng: random.Random) -> None:
-        self.rule, self.copies, self.steps, self.rng = rule, copies, steps, rng
+    def __init__(
+        self, rule: Consistency, shards: int, copies: int, steps: int, rng: random.Random, coding: Coding | None = None
+    ) -> None:
+        self.rule, self.copies, self.steps, self.rng, self.coding = rule, copies, steps, rng, coding
+        self.asked = 0  # for keys
         self.ring = Ring(f"s{i}" for i in range(shards))
         self.view = first(self.ring, range(WORKERS), KEYS, copies)
         self.nodes: dict[str | int, Shard | Worker] = {s: self.shard(s) for s in self.ring.shards}
-        self.nodes |= {rank: Worker(rank, self.view, steps) for rank in range(WORKERS)}
+        self.nodes |= {rank: Worker(rank, self.view, steps, coding) for rank in range(WORKERS)}
         self.wires: dict[tuple[Any, Any], collections.deque[Any]] = collections.defaultdict(collections.deque)
         self.gone = dict[
             int, collections.defaultdict[str, set[int]]
@@ -90,7 +108,9 @@ class Cluster:
 
     def shard(self, name: str, view: View | None = None) -> Shard:
         view = view or self.view
-        return Shard(name, view, functools.partial(cell, self.rule, view.workers))
+        dtype = torch.float32 if self.coding else torch.float64
+        made = functools.partial(cell, self.rule, view.workers, dtype=dtype)
+        return Shard(name, view, made, coding=self.coding)
 
     def at(self, name: str) -> Shard:
         node = self.nodes[name]
@@ -99,6 +119,7 @@ class Cluster:
 
     def send(self, source: Any, sends: list[Send]) -> None:
         for to, message in sends:
+            self.asked += isinstance(message, Unknown)
             self.wires[source, to].append(copy.deepcopy(message))
 
     def workers(self) -> list[Worker]:
@@ -168,7 +189,7 @@ class Cluster:
                     wire.clear()
             before = self.gone.pop(rank)
             self.make_view(self.ring, [*self.ranks(), rank])
-            self.nodes[rank] = Worker(rank, self.view, self.steps)
+            self.nodes[rank] = Worker(rank, self.view, self.steps, self.coding)
             self.nodes[rank].acknowledged = before  # type: ignore[union-attr]
 
     def settle(self) -> None:
@@ -215,10 +236,12 @@ def test_without_deaths_every_push_is_applied_once_everywhere(spec: str, copies:
 
 
 @settings(max_examples=60)
-@given(st.sampled_from(["bsp", "ssp:1", "ssp:3", "asp"]), st.integers(2, 3), st.integers(0, 1 << 32))
-def test_when_shards_die_or_seem_to_or_come_every_push_is_applied_once(spec: str, copies: int, seed: int) -> None:
+@given(st.sampled_from(["bsp", "ssp:1", "ssp:3", "asp"]), st.integers(2, 3), st.integers(0, 1 << 32), CODINGS)
+def test_when_shards_die_or_seem_to_or_come_every_push_is_applied_once(
+    spec: str, copies: int, seed: int, coding: Coding | None
+) -> None:
     rng = random.Random(seed)
-    cluster = Cluster(make(spec), 3, copies, 6, rng)
+    cluster = Cluster(make(spec), 3, copies, 6, rng, coding)
     for n in range(3):
         for _ in range(rng.randrange(150)):
             cluster.step()
@@ -233,13 +256,27 @@ def test_when_shards_die_or_seem_to_or_come_every_push_is_applied_once(spec: str
         assert cluster.at(at[0]).cells[key].values.tolist() == [(4**6 - 1) // 3] * WORKERS
 
 
+def test_keys_that_only_a_dead_shard_knew_are_asked_for_and_told() -> None:
+    asked = 0
+    for seed in range(5):
+        cluster = Cluster(make("asp"), 3, 2, 6, random.Random(seed), CODED)
+        while any(w.client.clock(key) < 2 for w in cluster.workers() for key in KEYS):
+            cluster.step()
+        assert cluster.asked == 0
+        cluster.kill_shard(undead=False)
+        cluster.settle()
+        cluster.check()
+        asked += cluster.asked
+    assert asked
+
+
 @settings(max_examples=60)
-@given(st.sampled_from(["bsp", "ssp:1", "asp"]), st.integers(1, 2), st.integers(0, 1 << 32))
+@given(st.sampled_from(["bsp", "ssp:1", "asp"]), st.integers(1, 2), st.integers(0, 1 << 32), CODINGS)
 def test_when_workers_die_and_come_back_nothing_acknowledged_is_lost_and_nothing_applied_twice(
-    spec: str, copies: int, seed: int
+    spec: str, copies: int, seed: int, coding: Coding | None
 ) -> None:
     rng = random.Random(seed)
-    cluster = Cluster(make(spec), 3, copies, 6, rng)
+    cluster = Cluster(make(spec), 3, copies, 6, rng, coding)
     for _ in range(3):
         for act in (cluster.kill_worker, cluster.bring_back):
             for _ in range(rng.randrange(100)):
@@ -297,6 +334,27 @@ def test_an_acknowledgement_waits_for_every_replica() -> None:
     assert a.handle(Push(0, "w[0]", 0, 0, pushed(0, 0))) == []  # once more, and no sooner answered
     acks = a.handle(from_c)
     assert [(to, type(message)) for to, message in acks] == [(0, Ack)] * 2
+
+
+def test_a_push_is_refused_that_was_made_with_values_older_than_the_rule_has_it() -> None:
+    now = 100.0
+    made = functools.partial(cell, make("downpour:time_lag=20"), (0, 1))
+    shard = Shard("a", View(0, {"w[0]": ("a",)}, {0: 0, 1: 0}), made, lag=20.0, clock=lambda: now)
+    shard.handle(Pull(0, "w[0]", 0, 0))
+    refused = []
+    for stamp, seconds in enumerate((19.0, 2.0, 0.0)):
+        now += seconds
+        if stamp == 2:
+            shard.handle(Pull(0, "w[0]", 0, 2))
+        ((_, ack),) = shard.handle(Push(0, "w[0]", 0, stamp, pushed(0, stamp)))
+        assert isinstance(ack, Ack)
+        refused.append(ack.refused)
+    assert refused == [False, True, False]
+    assert digits(int(shard.cells["w[0]"].values[0].item())).keys() == {0, 2}
+    now += 1000
+    ((_, ack),) = shard.handle(Push(0, "w[0]", 1, 0, pushed(1, 0)))  # it never asked here: nobody knows
+    assert isinstance(ack, Ack)
+    assert not ack.refused
 
 
 def test_a_push_that_is_not_finite_is_refused_and_its_worker_told() -> None:

@@ -1,0 +1,70 @@
+"""A side stream of a device, on which copies go while the device computes; on the CPU they are done at once.
+
+The CUDA side was written with care, and never run: there was no such device at hand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Mark:
+    """A moment in a stream's work; on the CPU it is past."""
+
+    def __init__(self, event: Any = None, device: torch.device | None = None) -> None:
+        self._event, self._device = event, device
+
+    def hold(self) -> None:
+        """What the current stream is given from now on waits for it; this thread does not."""
+        if self._event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def wait(self) -> None:
+        """This thread waits for it; nobody calls that in the thread that trains."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class Lane:
+    """One direction.
+
+    Args:
+        device: of the tensors that are not in the host's memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        stream: Any = torch.cuda.Stream
+        self._stream: Any = stream(device) if device.type == "cuda" else None
+        self._device = device
+
+    def now(self) -> Mark:
+        """All that the current stream has been given so far."""
+        if self._stream is None:
+            return Mark()
+        return Mark(torch.cuda.current_stream(self._device).record_event(), self._device)
+
+    def copy(self, into: Tensor, source: Tensor, *after: Mark) -> Mark:
+        """Copies behind these marks, and what was copied here before; when it is done.
+
+        One of the tensors is in the host's memory, and pinned (:func:`host`). PyTorch's allocators give the memory of
+        either to nobody else before.
+        """
+        if self._stream is None:
+            into.copy_(source)
+            return Mark()
+        with torch.cuda.stream(self._stream):
+            for mark in after:
+                mark.hold()
+            into.copy_(source, non_blocking=True)  # marks the pinned one as in use by this stream
+            (into if into.is_cuda else source).record_stream(self._stream)
+            return Mark(self._stream.record_event(), self._device)
+
+
+def host(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(n,) of the host's memory, pinned if there is a device to copy to: of PyTorch's pool of such memory, to which it
+    goes back when nobody has it any more, so after some iterations none is pinned anew.
+    """
+    return torch.empty(numel, dtype=dtype, pin_memory=device.type == "cuda")

@@ -29,6 +29,7 @@ from commlib.servers import Servers
 from commlib.sharded.step import ShardedStep
 from commlib.stats import LayerStats, Stats
 from commlib.stepwise import LowRank
+from commlib.topology.topology import Topology
 
 backends.register()
 
@@ -65,6 +66,7 @@ __all__ = [
     "ShardedStep",
     "Slot",
     "Stats",
+    "Topology",
     "attach",
     "hook",
     "make",

@@ -7,87 +7,15 @@ needs every update stamped ≤ c − s − 1 (:mod:`commlib.ledger`).
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 from commlib.errors import unknown
+from commlib.rule import Consistency, Fixed, Threshold, at_least
 from commlib.spec import build, split
+from commlib.topology.topology import Topology
 
-
-class Threshold(Protocol):
-    """s as it is now, or None for no bound."""
-
-    @property
-    def value(self) -> int | None:
-        """Steps."""
-
-    def observe(self, metric: float) -> None:
-        """Takes note of an evaluation's result."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What was learned of results so far: plain numbers."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As it was."""
-
-
-@dataclasses.dataclass
-class Fixed:
-    """The same throughout."""
-
-    value: int | None
-
-    def observe(self, metric: float) -> None:
-        """Changes nothing."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
-
-
-@dataclasses.dataclass(frozen=True)
-class Consistency(ABC):
-    """A configuration; :meth:`threshold` makes its state.
-
-    Attributes:
-        name: what a spec string calls it.
-        first: the option that ``name:value`` means.
-        push_every, fetch_every: steps of a worker between two pushes, and two reads.
-        depth: steps of a worker that are under way at once (a pipeline's).
-        lag: seconds after which a push is too old to be applied; None: never.
-    """
-
-    name: ClassVar[str]
-    first: ClassVar[str] = ""
-
-    @property
-    def push_every(self) -> int:
-        return 1
-
-    @property
-    def fetch_every(self) -> int:
-        return 1
-
-    @property
-    def depth(self) -> int:
-        return 1
-
-    @property
-    def lag(self) -> float | None:
-        return None
-
-    @abstractmethod
-    def threshold(self) -> Threshold:
-        """Of one server."""
-
-    def __str__(self) -> str:
-        """As :func:`make` reads it, with every option."""
-        options = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
-        told = ",".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in options)
-        return f"{self.name}:{told}" if told else self.name
+__all__ = ["ASP", "BSP", "DTSSP", "RULES", "SSP", "WSP", "Consistency", "Downpour", "Threshold", "make"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +52,7 @@ class SSP(Consistency):
     first = "staleness"
 
     def __post_init__(self) -> None:
-        _at_least("staleness", self.staleness, 0)
+        at_least("staleness", self.staleness, 0)
 
     def threshold(self) -> Threshold:
         return Fixed(self.staleness)
@@ -154,8 +82,8 @@ class DTSSP(Consistency):
     name = "dtssp"
 
     def __post_init__(self) -> None:
-        _at_least("least", self.least, 1)
-        _at_least("most", self.most, self.least)
+        at_least("least", self.least, 1)
+        at_least("most", self.most, self.least)
         if not self.limit >= 0:
             raise ValueError(f"dtssp: limit must be 0 % or more, got {self.limit}")
         if self.on not in ("accuracy", "loss"):
@@ -206,8 +134,8 @@ class WSP(Consistency):
     name = "wsp"
 
     def __post_init__(self) -> None:
-        _at_least("distance", self.distance, 0)
-        _at_least("local", self.local, 0)
+        at_least("distance", self.distance, 0)
+        at_least("local", self.local, 0)
 
     @property
     def push_every(self) -> int:
@@ -247,8 +175,8 @@ class Downpour(Consistency):
     name = "downpour"
 
     def __post_init__(self) -> None:
-        _at_least("push", self.push, 1)
-        _at_least("fetch", self.fetch, 1)
+        at_least("push", self.push, 1)
+        at_least("fetch", self.fetch, 1)
         if not 0 <= self.time_lag < float("inf"):
             raise ValueError(f"downpour: time_lag must be 0 s or more, got {self.time_lag}")
 
@@ -268,7 +196,7 @@ class Downpour(Consistency):
         return Fixed(None)
 
 
-RULES: Mapping[str, type[Consistency]] = {rule.name: rule for rule in (BSP, ASP, SSP, DTSSP, WSP, Downpour)}
+RULES: Mapping[str, type[Consistency]] = {rule.name: rule for rule in (BSP, ASP, SSP, DTSSP, WSP, Downpour, Topology)}
 
 
 def make(spec: str | Consistency) -> Consistency:
@@ -283,8 +211,3 @@ def make(spec: str | Consistency) -> Consistency:
     if name not in RULES:
         raise ValueError(unknown("consistency", name, RULES))
     return build(RULES[name], *split("consistency", spec, RULES[name].first))
-
-
-def _at_least(what: str, value: int, least: int) -> None:
-    if value < least:
-        raise ValueError(f"{what} must be {least} or more, got {value}")

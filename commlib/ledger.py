@@ -10,7 +10,7 @@ by which a worker takes what it has cached.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 from commlib.consistency import Threshold
@@ -40,12 +40,15 @@ class Ledger(Generic[T]):
     Args:
         workers: those that push.
         threshold: the server's.
+        group: worker → its group. The threshold holds among the workers of one; default: all are of the same.
     """
 
-    def __init__(self, workers: Iterable[int], threshold: Threshold) -> None:
-        self._threshold = threshold
+    def __init__(
+        self, workers: Iterable[int], threshold: Threshold, group: Callable[[int], int] = lambda worker: 0
+    ) -> None:
+        self._threshold, self._group = threshold, group
         self._applied = dict.fromkeys(sorted(workers), 0)
-        self._held: dict[int, dict[int, T]] = {}  # stamp → worker → a push that waits for the others'
+        self._held: dict[tuple[int, int], dict[int, T]] = {}  # group, stamp → worker → a push that waits for others'
         self.furthest = 0
         """The highest clock that any worker has had, gone ones too: one that comes may begin there."""
 
@@ -57,7 +60,7 @@ class Ledger(Generic[T]):
     def due(self, worker: int) -> int:
         """The stamp of a worker's next push."""
         clock = self._known(worker)
-        return clock + sum(worker in pushes for stamp, pushes in self._held.items() if stamp >= clock)
+        return clock + sum(worker in pushes for (_, stamp), pushes in self._held.items() if stamp >= clock)
 
     def push(self, worker: int, stamp: int, value: T) -> list[dict[int, T]]:
         """What is to be applied now, each as one: worker → value, in the order of workers. A repeated push: nothing.
@@ -72,7 +75,7 @@ class Ledger(Generic[T]):
             return []
         self.furthest = max(self.furthest, stamp + 1)
         if self._threshold.value == 0:
-            self._held.setdefault(stamp, {})[worker] = value
+            self._held.setdefault((self._group(worker), stamp), {})[worker] = value
             return self._together()
         self._applied[worker] += 1
         return [{worker: value}]
@@ -80,8 +83,13 @@ class Ledger(Generic[T]):
     def may_read(self, worker: int, clock: int, within: int | None = None) -> bool:
         """Whether a worker at this clock may read now; ``within``: with a bound of its own, if that is tighter."""
         self._known(worker)
-        bounds = [s for s in (self._threshold.value, within) if s is not None]
-        return fresh(self._applied, worker, clock, min(bounds, default=None))
+        if not fresh(self.peers(worker), worker, clock, self._threshold.value):
+            return False
+        return within is None or fresh(self._applied, worker, clock, within)
+
+    def peers(self, worker: int) -> Mapping[int, int]:
+        """Those of a worker's group, itself among them, as :attr:`included` has them."""
+        return {w: n for w, n in self._applied.items() if self._group(w) == self._group(worker)}
 
     def join(self, worker: int, clock: int) -> None:
         """A worker comes, or comes back, and begins with this step: nobody waits for it before.
@@ -113,15 +121,15 @@ class Ledger(Generic[T]):
         self._applied, self._held, self.furthest = dict(state["included"]), {}, state["furthest"]
 
     def _together(self) -> list[dict[int, T]]:
-        """The held steps to which all have pushed who had begun by then, in order."""
-        ready = []
-        while self._held:
-            stamp = min(self._held)
-            due = [worker for worker, clock in self._applied.items() if clock <= stamp]
-            if not all(worker in self._held[stamp] for worker in due):
-                break
+        """The held steps to which all of their group have pushed who had begun by then, in order."""
+        ready, stuck = [], set()
+        for group, stamp in sorted(self._held):
+            due = [w for w, clock in self._applied.items() if self._group(w) == group and clock <= stamp]
+            if group in stuck or not all(worker in self._held[group, stamp] for worker in due):
+                stuck.add(group)
+                continue
             self._applied.update(dict.fromkeys(due, stamp + 1))
-            ready.append(dict(sorted(self._held.pop(stamp).items())))
+            ready.append(dict(sorted(self._held.pop((group, stamp)).items())))
         return ready
 
     def _known(self, worker: int) -> int:

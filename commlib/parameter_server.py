@@ -16,7 +16,7 @@ from commlib.consistency import make as make_rule
 from commlib.errors import CommlibError
 from commlib.exchange.item import World
 from commlib.recording import Traceable
-from commlib.server.arguments import check_background, check_model, count, saved, world_of
+from commlib.server.arguments import check_background, check_groups, check_model, count, saved, world_of
 from commlib.server.cache import Cache
 from commlib.server.chunks import NBYTES
 from commlib.server.embedded import Embedded
@@ -50,7 +50,7 @@ class ParameterServer(Traceable):
     Args:
         model: not wrapped in DDP; all its gradients go to the servers.
         optimizer: of ``torch.optim``, over ``model.parameters()``; not stepped from now on.
-        consistency: how far workers may be apart: spec, or ``BSP``, ``ASP``, ``SSP``, ``DTSSP``, ``WSP``, ``Downpour``.
+        consistency: how far workers may be apart: spec, or ``BSP``, ``SSP``, … ``Topology``, as an object.
         servers: ``embedded`` starts a shard on each machine, ``embedded:2`` two; or ``HOST:PORT`` where members meet
             (``commlib server``).
         mean: a step counts as the mean of the workers' gradients, as with DDP; else as their sum.
@@ -126,17 +126,18 @@ class ParameterServer(Traceable):
         folder = saved(snapshots, snapshot_every, restore, kind)
         world, mine = world_of(workers, rank, process_group)
         rule = make_rule(consistency)
-        check_background(background, Rhythm(rule, cache=cache), scaler)  # or raises, before anybody waits
-        self._background = background
+        check_groups(rule, late=late, snapshots=folder is not None)  # or raises, before anybody waits
+        check_background(background, Rhythm(rule, cache=cache), scaler)
+        self._background, self._closed = background, False
         self._embedded: Embedded | None = None
         if kind == "embedded":
             own, fit, n = World(mine, world), nbytes is None and folder is None, count(each or "1", servers)
-            self._embedded = Embedded(n, endpoint, timeout, folder, own, process_group, measures=fit)
-        self._closed = False
+            total = None if each else rule.shards
+            self._embedded = Embedded(n, endpoint, timeout, folder, own, process_group, measures=fit, total=total)
         try:
             chunk = nbytes if nbytes is not None else self._embedded.nbytes if self._embedded else NBYTES
             shapes = {n: (tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in self._parameters.items()}
-            shards = self._embedded.shards if self._embedded else shards
+            shards = self._embedded.shards if self._embedded else rule.shards or shards
             also = (copies, mean, lost, patience, chunk, priority, push, pull)
             job = Job(shapes, tuple(found), chosen, str(rule), world, shards, *also)
             where, known_as = (self._embedded.address, self._embedded.name) if self._embedded else (servers, name)
@@ -149,17 +150,17 @@ class ParameterServer(Traceable):
             raise
 
     def _begin(self, model: nn.Module, job: Job, terms: Terms, rhythm: Callable[[int], Rhythm]) -> None:
-        chunks, self._timeout, self._worker = list(job.chunks.values()), terms.timeout, Worker(job, terms)
-        own, client = rhythm(self._worker.id), self._worker.client
-        device = next(iter(self._parameters.values())).device
-        self._cache = Cache(client, chunks, device) if self._background else None
+        self._timeout, self._worker = terms.timeout, Worker(job, terms)
+        own, client, chunks = rhythm(self._worker.id), self._worker.client, job.chunks_of(self._worker.id)
+        on = next(iter(self._parameters.values())).device
+        self._cache = Cache(client, chunks, on) if self._background else None
         self._syncer = Syncer(model, self._parameters, chunks, client, self._options, own, self._scaled, self._cache)
         self._traces(model, self._worker.id, self._syncer, self._worker.client.flights)
         self._guard = Guard(self._optimizer)
         try:
             if self._worker.first:
                 flat = {n: p.detach().reshape(-1) for n, p in self._parameters.items()}
-                for chunk in chunks:
+                for chunk in job.chunks.values():  # those of other groups, too
                     self._worker.client.begin(chunk.key, chunk.gather(flat).cpu().clone())
             self._syncer.ask()
             self._syncer.take()

@@ -9,8 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commlib.rule import Consistency
 from commlib.server.rhythm import Rhythm
 from commlib.server.saver import Snapshots
+from commlib.topology.topology import Topology
 
 
 def check_model(model: nn.Module) -> None:
@@ -33,6 +35,18 @@ def check_background(background: bool, rhythm: Rhythm, scaler: Any) -> None:
         raise ValueError("background=True is for rules that push in every step: here gradients add up on the host")
     if background and scaler is not None:
         raise ValueError("background=True moves gradients as they are: leave scaler out, or background")
+
+
+def check_groups(rule: Consistency, *, late: bool, snapshots: bool) -> None:
+    """That groups can be had (:class:`commlib.Topology`).
+
+    Raises:
+        ValueError: a latecomer, which has no group; or snapshots of several groups of servers, which never are at rest.
+    """
+    if late and isinstance(rule, Topology):
+        raise ValueError(f"{rule} says who is in which group, so nobody can come late: leave late=True out")
+    if snapshots and rule.server_groups > 1:
+        raise ValueError(f"{rule} has {rule.server_groups} groups of servers, which save no snapshots: one group does")
 
 
 def count(given: str, servers: str) -> int:

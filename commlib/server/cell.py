@@ -64,6 +64,8 @@ class Cell:
         threshold: the server's.
         mean: pushes count 1/P each, P being the workers there are, as DDP's do; else 1.
         shapes: of these parameters, one behind the other. Default: one of (n,).
+        group: worker → its group, among which the threshold holds and the mean is of; default: all are of the same.
+        takes: which workers push to this; others that come are no concern of it. Default: all.
     """
 
     def __init__(
@@ -75,6 +77,8 @@ class Cell:
         *,
         mean: bool = True,
         shapes: Sequence[Sequence[int]] | None = None,
+        group: Callable[[int], int] = lambda worker: 0,
+        takes: Callable[[int], bool] = lambda worker: True,
     ) -> None:
         self.values = values
         """(n,), as they are now; changed in place by the next push."""
@@ -85,7 +89,8 @@ class Cell:
         self._made_with = {k: v for k, v in self.optimizer.param_groups[0].items() if k != "params"}
         self._options: Mapping[str, Any] = {}
         self._threshold = threshold
-        self._ledger: Ledger[_Given] = Ledger(workers, threshold)
+        self._takes = takes
+        self._ledger: Ledger[_Given] = Ledger(filter(takes, workers), threshold, group)
         self._mean, self._number = mean, 0
 
     @property
@@ -176,7 +181,8 @@ class Cell:
 
     def join(self, worker: int, clock: int) -> None:
         """A worker comes, or comes back, and begins with the push of this stamp."""
-        self._ledger.join(worker, clock)
+        if self._takes(worker):
+            self._ledger.join(worker, clock)
 
     def leave(self, worker: int) -> list[Applied]:
         """A worker is gone; returns what is applied now without it."""
@@ -238,7 +244,8 @@ class Cell:
             for each in gradients[1:]:  # in the order of workers
                 total.add_(each)
             if self._mean:  # in bulk over those that are in it, else each counts as one of all that there are
-                total.div_(len(group) - len(refused) if len(group) > 1 else max(1, len(self.included)))
+                peers = self._ledger.peers(next(iter(group)))
+                total.div_(len(group) - len(refused) if len(group) > 1 else max(1, len(peers)))
         stamps = {worker: given.stamp for worker, given in group.items()}
         missing = [given.absent for given in group.values() if given.gradient is not None]
         absent = frozenset[int]().union(*missing).intersection(*missing)

@@ -30,6 +30,17 @@ def fitting(gbit_s: float) -> int:
     return int(min(max(2 ** round(math.log2(wanted)), _LEAST), NBYTES))
 
 
+def in_group(group: int | None) -> str:
+    """What a key ends with that a group of shards keeps."""
+    return "" if group is None else f"@{group}"
+
+
+def group_of(key: str) -> int:
+    """Of the shards that keep it: what a key ends with (:func:`in_group`); 0 without."""
+    tail = key.rpartition("]")[2].rpartition("@")[2]
+    return int(tail) if tail.isdecimal() else 0
+
+
 @dataclasses.dataclass(frozen=True)
 class Piece:
     """Values ``begin`` to ``end`` − 1 of a parameter, flattened."""
@@ -46,16 +57,18 @@ class Chunk:
     Args:
         pieces: in this order.
         dtype: of all.
+        group: of shards that keep them; None: there is but one.
     """
 
     pieces: tuple[Piece, ...]
     dtype: torch.dtype
+    group: int | None = None
 
     @property
     def key(self) -> str:
         """Its name on the ring and in messages."""
         first, more = self.pieces[0], len(self.pieces) - 1
-        return f"{first.name}[{first.begin}:{first.end}]" + (f"+{more}" if more else "")
+        return f"{first.name}[{first.begin}:{first.end}]" + (f"+{more}" if more else "") + in_group(self.group)
 
     @property
     def numel(self) -> int:

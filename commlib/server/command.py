@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -49,7 +49,7 @@ def run(
     snapshots: Annotated[str | None, typer.Option(metavar="FOLDER", help="Save the state there, now and then.")] = None,
     every: Annotated[int, typer.Option(help="Steps between snapshots.")] = 1000,
     restore: Annotated[bool, typer.Option("--restore", help="Go on from the snapshots in the folder.")] = False,
-    embedded: Annotated[bool, typer.Option("--embedded", hidden=True)] = False,
+    embedded: Annotated[int | None, typer.Option("--embedded", hidden=True)] = None,
 ) -> None:
     """Be a shard, until the job is over. Ctrl-C hands over what it has, where another shard is there to take it."""
     if restore and snapshots is None:
@@ -58,17 +58,18 @@ def run(
     stop = _stopping()
 
     def ready(name: str) -> None:
-        if not embedded:
+        if embedded is None:
             print(f"{name} waits for a job at {at}", flush=True)
 
     try:
-        wait = timeout if embedded else None
-        why = serve(at, job=job, endpoint=endpoint, wait=wait, timeout=timeout, snapshots=saved, stop=stop, ready=ready)
+        given: dict[str, Any] = {"snapshots": saved, "number": embedded, "stop": stop, "ready": ready}
+        wait = None if embedded is None else timeout
+        why = serve(at, job=job, endpoint=endpoint, wait=wait, timeout=timeout, **given)
     except CommlibError:
-        if embedded:  # the workers say what is wrong; that they have gone is no news
+        if embedded is not None:  # the workers say what is wrong; that they have gone is no news
             raise typer.Exit(1) from None
         raise
-    if not embedded:
+    if embedded is None:
         print(f"it is over: {why}", file=sys.stderr)
 
 

@@ -65,7 +65,9 @@ def begin(job: Job, seen: Seen) -> Epoch | None:
     shards, workers = seen.living(SHARD, frozenset()), seen.living(WORKER, frozenset())
     if len(shards) < job.shards or len(workers) < job.workers:
         return None
-    ring, nbytes = Ring(m.name for m in shards.values()), {key: c.nbytes for key, c in job.chunks.items()}
+    groups = job.rule.server_groups
+    ring = Ring((m.name for m in shards.values()), groups)
+    nbytes = {key: c.nbytes for key, c in job.chunks.items()}
     return Epoch(first(ring, workers, nbytes, job.copies), shards | workers)
 
 
@@ -85,16 +87,22 @@ def decide(
         The next epoch; that reports are wanted first; that it is over; None: all is as it should be.
     """
     shards, workers = seen.living(SHARD, now.gone), seen.living(WORKER, now.gone)
+    groups = job.rule.server_groups
+    if groups > 1:  # what they tell each other is nobody else's to know, so none may come or go
+        shards = {i: m for i, m in shards.items() if i in now.members}
     news = _news(now, seen, shards | workers)
     lost = [i for i in now.of(WORKER) if i in seen.silent]
     if lost and job.lost == FAIL:
         return Over(f"{news}; the job fails with a worker (lost={FAIL!r})")
     if not workers:
         return Over(f"no worker is left: {news}" if lost else "all workers have left")
+    if groups > 1 and (shards.keys() < now.of(SHARD).keys() or any(map(seen.leaving, shards))):
+        told = news or "a shard is to leave"
+        return Over(f"{told}; groups of servers need all of their shards")
     staying = [m.name for i, m in shards.items() if not seen.leaving(i)]
     if not staying:
         return Over(f"{news}: no shard is left") if not shards else None  # the last one cannot go as long as any trains
-    ring = Ring(staying)
+    ring = Ring(staying, groups)
     settled = now.view.places == place(ring, nbytes, job.copies)
     if settled and (shards | workers).keys() == now.members.keys():
         return None

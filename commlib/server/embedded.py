@@ -44,6 +44,7 @@ class Embedded:
         world: of the workers. Without a process group several of them need torchrun's environment. Default: the group.
         group: process group of the workers. Default: of all ranks, if there is one.
         measures: whether the link between two machines is measured.
+        total: shards in all instead, spread evenly over the machines.
 
     Attributes:
         address: where members meet.
@@ -68,6 +69,7 @@ class Embedded:
         group: Any = None,
         *,
         measures: bool = False,
+        total: int | None = None,
     ) -> None:
         self._children: list[subprocess.Popen[bytes]] = []
         self._store: c10d.TCPStore | None = None
@@ -76,19 +78,22 @@ class Embedded:
         self.name = f"embedded-{shared.add(f'commlib/server/count/{world.rank}', 1)}"
         key = f"commlib/server/{self.name}"
         machines = _told(shared, f"{key}/machine", world, machine(), timeout)
-        self.shards, self.keeps = each * len(set(machines)), world.rank == 0
+        firsts = sorted({machines.index(m) for m in machines})  # the first rank of each machine
+        self.shards, self.keeps = each * len(firsts) if total is None else total, world.rank == 0
         if self.keeps:
-            self._store = meeting.keep(_host(shared, len(set(machines)) == 1))
+            self._store = meeting.keep(_host(shared, len(firsts) == 1))
             shared.set(f"{key}/at", f"{_named(self._store.host)}:{self._store.port}")
         missing = [] if self.keeps or shared.check([f"{key}/at"]) else _wait(shared, f"{key}/at", timeout)
         if missing:
             raise PeerLost(f"rank 0 has not said for {timeout:g} s where the parameter server's members meet")
         self.address = shared.get(f"{key}/at").decode()
         self.nbytes = NBYTES
-        if measures and len(set(machines)) > 1:
+        if measures and len(firsts) > 1:
             self.nbytes = _fitting(shared, f"{key}/line", world)
-        if machines.index(machines[world.rank]) == world.rank:  # the first of its machine
-            self._children = [_start(self.address, self.name, endpoint, timeout, snapshots) for _ in range(each)]
+        if world.rank in firsts:
+            i, n = firsts.index(world.rank), len(firsts)
+            mine = range(i * self.shards // n, (i + 1) * self.shards // n)
+            self._children = [_start(self.address, self.name, endpoint, timeout, snapshots, number) for number in mine]
 
     def check(self) -> None:
         """That the shards started here run.
@@ -190,11 +195,11 @@ def _named(host: str) -> str:
 
 
 def _start(
-    address: str, name: str, endpoint: str, timeout: float, snapshots: Snapshots | None
+    address: str, name: str, endpoint: str, timeout: float, snapshots: Snapshots | None, number: int
 ) -> subprocess.Popen[bytes]:
     """A shard that outlives what becomes of this worker, and ends when the job is over or the meeting place gone."""
-    command = [sys.executable, "-m", "commlib", "server", "run", "--at", address, "--job", name, "--embedded"]
-    command += ["--endpoint", endpoint, "--timeout", str(timeout)]
+    command = [sys.executable, "-m", "commlib", "server", "run", "--at", address, "--job", name]
+    command += ["--embedded", str(number), "--endpoint", endpoint, "--timeout", str(timeout)]
     if snapshots is not None:
         command += ["--snapshots", snapshots.folder, "--every", str(snapshots.every)]
         command += ["--restore"] * snapshots.restore

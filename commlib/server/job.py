@@ -13,7 +13,7 @@ import msgpack
 import torch
 from torch.optim import Optimizer
 
-from commlib.consistency import make
+from commlib.consistency import Consistency, make
 from commlib.errors import CommlibError, PlanMismatch
 from commlib.layer import LayerSpec
 from commlib.server.cell import Cell
@@ -62,7 +62,7 @@ class Job:
     pull: str = "none"
 
     def __post_init__(self) -> None:
-        make(self.consistency)
+        misfit = self.rule.misfit(self.workers, self.shards, self.copies)
         way(self.push)
         way_of_values(self.pull)
         for recipe in self.recipes:
@@ -72,12 +72,19 @@ class Job:
         for what, least in (("workers", 1), ("shards", 1), ("copies", 1), ("patience", 0.1), ("nbytes", 1024)):
             if not getattr(self, what) >= least:
                 raise ValueError(f"{what} must be {least} or more, got {getattr(self, what)}")
+        if misfit is not None:
+            raise ValueError(misfit)
         if self.copies > self.shards:
             raise ValueError(f"{self.copies} copies of a key need as many shards, and there are {self.shards}")
 
     @property
+    def rule(self) -> Consistency:
+        """Of consistency."""
+        return make(self.consistency)
+
+    @property
     def chunks(self) -> dict[str, Chunk]:
-        """By key. A parameter whose optimizer looks at more than single values is not cut."""
+        """By key, once for each group of shards. If an optimizer looks at more than single values, nothing is cut."""
         blank = {n: torch.empty(s, dtype=getattr(torch, d), device="meta") for n, (s, d) in self.parameters.items()}
         found = cut(
             blank,
@@ -85,7 +92,15 @@ class Job:
             alike=lambda name: self.chosen[name],
             whole=lambda name: not self.recipes[self.chosen[name]].by_element,
         )
+        groups = self.rule.server_groups
+        if groups > 1:
+            found = [dataclasses.replace(chunk, group=g) for chunk in found for g in range(groups)]
         return {chunk.key: chunk for chunk in found}
+
+    def chunks_of(self, worker: int) -> list[Chunk]:
+        """Those that a worker pushes and pulls."""
+        mine = self.rule.server_group(worker)
+        return [chunk for chunk in self.chunks.values() if chunk.group in (None, mine)]
 
     @property
     def urgency(self) -> dict[str, int]:
@@ -97,8 +112,13 @@ class Job:
         recipe = self.recipes[self.chosen[chunk.pieces[0].name]]
         cut_up = recipe.by_element and len(chunk.pieces) == 1
         shapes = [(chunk.numel,)] if cut_up else [self.parameters[name][0] for name in chunk.names]
-        values, threshold = torch.zeros(chunk.numel, dtype=chunk.dtype), make(self.consistency).threshold()
-        return Cell(values, recipe.make, workers, threshold, mean=self.mean, shapes=shapes)
+        values, rule = torch.zeros(chunk.numel, dtype=chunk.dtype), self.rule
+
+        def takes(worker: int) -> bool:
+            return chunk.group in (None, rule.server_group(worker))
+
+        made, s = recipe.make, rule.threshold()
+        return Cell(values, made, workers, s, mean=self.mean, shapes=shapes, group=rule.group, takes=takes)
 
     @property
     def coding(self) -> Coding:
@@ -113,7 +133,7 @@ class Job:
     @property
     def lag(self) -> float | None:
         """Seconds after which a push is too old; None: never."""
-        return make(self.consistency).lag
+        return self.rule.lag
 
     @property
     def fingerprint(self) -> str:

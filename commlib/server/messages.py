@@ -132,6 +132,30 @@ class Replicated:
 
 
 @dataclasses.dataclass(frozen=True)
+class Moved:
+    """How far a follower's values, (n,), have gone (:class:`~commlib.topology.sync.Delta`); ``key`` is the master's."""
+
+    view: int
+    key: str
+    group: int
+    serial: int
+    values: Tensor
+    clock: int
+    wait: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreed:
+    """The master's values, (n,), for the follower's ``key``, with the first ``have`` of what it has told in them."""
+
+    view: int
+    key: str
+    serial: int
+    have: int
+    values: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
 class Observe:
     """What an evaluation gave: accuracy or loss, for rules that follow the learning."""
 
@@ -148,6 +172,21 @@ class Complaint:
     why: str
 
 
-Message = Start | Push | Unknown | Keys | Ack | Pull | Values | Replicate | Adopt | Replicated | Observe | Complaint
+Message = (
+    Start
+    | Push
+    | Unknown
+    | Keys
+    | Ack
+    | Pull
+    | Values
+    | Replicate
+    | Adopt
+    | Replicated
+    | Moved
+    | Agreed
+    | Observe
+    | Complaint
+)
 Send = tuple[str | int, Message]
 """To a shard, by name, or to a worker, by rank."""

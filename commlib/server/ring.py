@@ -15,6 +15,8 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
+from commlib.server.chunks import group_of
+
 _PLACES = 64  # of a shard: preferences are uneven by an eighth or so
 
 
@@ -23,17 +25,20 @@ class Ring:
 
     Args:
         shards: their names, each once.
+        groups: of shards, each of which keeps the keys that end with its number
+            (:func:`~commlib.server.chunks.group_of`): the first of the names are group 0, and so on.
 
     Raises:
         ValueError: there are none, or one is named twice.
     """
 
-    def __init__(self, shards: Iterable[str]) -> None:
+    def __init__(self, shards: Iterable[str], groups: int = 1) -> None:
         names = list(shards)
         self.shards = tuple(sorted(set(names)))
         if not names or len(self.shards) < len(names):
             twice = sorted({n for n in names if names.count(n) > 1})
             raise ValueError(f"a ring is of different shards, got {twice} twice" if names else "a ring needs a shard")
+        self.groups = groups
         self._places = sorted((_place(f"{name}#{i}"), name) for name in self.shards for i in range(_PLACES))
 
     @property
@@ -42,21 +47,27 @@ class Ring:
         return hashlib.blake2b("\n".join(self.shards).encode(), digest_size=8).hexdigest()
 
     def preference(self, key: str) -> Iterator[str]:
-        """All shards, nearest first."""
+        """All shards of the key's group, nearest first."""
         start = bisect.bisect(self._places, (_place(key), ""))
-        seen = set[str]()
+        own, seen = self._group(key), set[str]()
         for _, name in itertools.chain(self._places[start:], self._places[:start]):
-            if name not in seen:
+            if name in own and name not in seen:
                 seen.add(name)
                 yield name
 
+    def _group(self, key: str) -> tuple[str, ...]:
+        if self.groups == 1:
+            return self.shards
+        g, n = group_of(key), len(self.shards)
+        return self.shards[g * n // self.groups : (g + 1) * n // self.groups]
+
     def joined(self, shard: str) -> Ring:
         """With one more."""
-        return Ring([*self.shards, shard])
+        return Ring([*self.shards, shard], self.groups)
 
     def left(self, shard: str) -> Ring:
         """Without this one."""
-        return Ring(name for name in self.shards if name != shard)
+        return Ring((name for name in self.shards if name != shard), self.groups)
 
 
 def place(ring: Ring, nbytes: Mapping[str, int], copies: int = 1, slack: float = 0.05) -> dict[str, tuple[str, ...]]:

@@ -31,6 +31,8 @@ from commlib.server.view import View
 WORKER, SHARD = "worker", "shard"
 LEFT, LEAVING = "left", "leaving"
 _LOOK_S = 0.02
+PLACED = 1 << 15
+"""Ids of shards that know their place; names are in the order of ids, which have as many digits all."""
 _LATER = 1 << 16  # ids of those that were not there when the job began
 
 

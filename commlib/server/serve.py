@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -16,12 +17,14 @@ from commlib.endpoint import Endpoint
 from commlib.errors import CommlibError
 from commlib.server import meeting
 from commlib.server.cell import Cell
+from commlib.server.grouped import GroupedShard
 from commlib.server.job import Job
 from commlib.server.member import Membership
-from commlib.server.roll import LEFT, SHARD, Epoch, Member, Roll
+from commlib.server.roll import LEFT, PLACED, SHARD, Epoch, Member, Roll
 from commlib.server.saver import Saver, Snapshots
 from commlib.server.shard import Shard
 from commlib.server.shard_node import ShardNode
+from commlib.topology.topology import Topology
 
 _log = logging.getLogger("commlib")
 _LOOK_S = 0.05
@@ -39,6 +42,7 @@ def serve(
     wait: float | None = None,
     timeout: float = 60.0,
     snapshots: Snapshots | None = None,
+    number: int | None = None,
     stop: threading.Event | None = None,
     ready: Callable[[str], None] = lambda name: None,
 ) -> str:
@@ -51,6 +55,8 @@ def serve(
         wait: seconds that a job may take to begin; None: any time.
         timeout: seconds that anything else waits.
         snapshots: where the state is saved; None: nowhere.
+        number: of a shard that knows its place among the others, from 0: they are in that order on the ring, and so
+            beside those workers that they are to serve (:class:`commlib.Topology`). Default: as they come.
         stop: when it is set, the shard hands over what it has, as far as others are there to take it, and ends.
         ready: is told the shard's name once it can be seen.
 
@@ -61,7 +67,8 @@ def serve(
     warm()
     roll = Roll(meeting.visit(address, job, timeout), timeout)
     towards = meeting.parse(address)[0]
-    with door(endpoint)(roll.new_id(), job=job, towards=towards, timeout=timeout, window=WINDOW) as mine:
+    id = roll.new_id() if number is None else PLACED + number
+    with door(endpoint)(id, job=job, towards=towards, timeout=timeout, window=WINDOW) as mine:
         me = roll.enlist(SHARD, mine.address, getattr(mine, "public_key", None), place(), mine.rank)
         ready(me.name)
         try:
@@ -98,7 +105,11 @@ def _serve_job(
         return made
 
     keeper = saver.keeper if saver else None
-    shard = Shard(me.name, epoch.view, cell, started=states is not None, keeper=keeper, coding=coding, lag=job.lag)
+    given: dict[str, Any] = {"started": states is not None, "keeper": keeper, "coding": coding, "lag": job.lag}
+    if isinstance(job.rule, Topology) and job.rule.server_groups > 1:
+        shard: Shard = GroupedShard(me.name, epoch.view, cell, topology=job.rule, **given)
+    else:
+        shard = Shard(me.name, epoch.view, cell, **given)
     node = ShardNode(mine, shard, {m.name: i for i, m in epoch.of(SHARD).items()}, timeout, job.urgency)
     over: list[str] = []
     member = Membership(

@@ -78,7 +78,8 @@ class Shard:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self._make, self._keeper = name, cell, keeper
-        self._view = view
+        self.view = view
+        """The newest that it has."""
         self._cells = {key: cell(key) for key, at in view.places.items() if name in at}
         self._whole = set(self._cells if started else ())  # not those that are yet to be adopted, or to start
         self._early: list[Message] = []
@@ -96,11 +97,6 @@ class Shard:
     def cells(self) -> Mapping[str, Cell]:
         """By key: those that it owns, and its replicas."""
         return self._cells
-
-    @property
-    def view(self) -> View:
-        """The newest that it has."""
-        return self._view
 
     @property
     def whole(self) -> frozenset[str]:
@@ -121,7 +117,7 @@ class Shard:
     def clocks(self) -> dict[int, int]:
         """Worker → its pushes that are in all that this shard owns."""
         cells = [cell for key, cell in self._cells.items() if self.owns(key)]
-        return {w: min((cell.included.get(w, 0) for cell in cells), default=0) for w in self._view.workers}
+        return {w: min((c.included[w] for c in cells if w in c.included), default=0) for w in self.view.workers}
 
     @property
     def due(self) -> tuple[int, dict[str, dict[str, Any]]] | None:
@@ -130,7 +126,7 @@ class Shard:
 
     def owns(self, key: str) -> bool:
         """Whether it is a key's owner."""
-        return self._view.places.get(key, ("",))[0] == self.name
+        return self.view.places.get(key, ("",))[0] == self.name
 
     def handle(self, message: Message) -> list[Send]:
         """What is to be sent, in this order.
@@ -138,11 +134,11 @@ class Shard:
         Raises:
             ProtocolError: it cannot be right; what is wrong.
         """
-        if message.view > self._view.number + 1:  # nobody has it before all shards have the one between
-            raise ProtocolError(f"a message of view {message.view}, at a shard that has view {self._view.number}")
-        if message.view > self._view.number:
+        if message.view > self.view.number + 1:  # nobody has it before all shards have the one between
+            raise ProtocolError(f"a message of view {message.view}, at a shard that has view {self.view.number}")
+        if message.view > self.view.number:
             self._early.append(message)
-        elif message.view == self._view.number:
+        elif message.view == self.view.number:
             if isinstance(message, Start) and self.owns(message.key):
                 return self._start(message)
             if isinstance(message, Push) and self.owns(message.key):
@@ -165,13 +161,13 @@ class Shard:
         Raises:
             CommlibError: it shall own a key that it does not have.
         """
-        if view.number <= self._view.number:
+        if view.number <= self.view.number:
             return []
         kept = {key: at for key, at in view.places.items() if self.name in at}
         lacking = [key for key, at in kept.items() if at[0] == self.name and key not in self._whole]
         if lacking:
             raise CommlibError(f"shard {self.name} shall own {lacking[0]} in view {view.number}, and does not have it")
-        self._view = view
+        self.view = view
         self._whole &= kept.keys()
         self._cells = {key: self._cells[key] if key in self._whole else self._make(key) for key in kept}
         self._pulls.clear()
@@ -191,13 +187,13 @@ class Shard:
     def _begin(self, key: str) -> list[Send]:
         """As the owner in a new view."""
         cell = self._cells[key]
-        for worker in sorted(cell.included.keys() - self._view.workers.keys()):
-            self._owe(key, cell.leave(worker))
-        for worker, clock in self._view.workers.items():
+        gone = sorted(cell.included.keys() - self.view.workers.keys())
+        told = [send for worker in gone for send in self._owe(key, cell.leave(worker))]
+        for worker, clock in self.view.workers.items():
             if cell.included.get(worker, -1) < clock:  # it came; or came back, and this replica never knew it gone
                 cell.join(worker, clock)
         state = cell.state_dict()
-        return [*[(r, Adopt(self._view.number, key, state)) for r in self._have[key]], *self._settled(key)]
+        return [*told, *[(r, Adopt(self.view.number, key, state)) for r in self._have[key]], *self._settled(key)]
 
     def _start(self, start: Start) -> list[Send]:
         if start.key in self._whole:  # once more
@@ -217,7 +213,8 @@ class Shard:
         if push.key not in self._whole:
             raise ProtocolError(f"worker {push.worker} pushes to {push.key}, which has no values yet")
         if push.stamp < cell.included.get(push.worker, 0):  # once more: whoever sent it had no answer
-            return self._once_replicated(push.key, cell.number, self._ack(push.key, push.worker, push.stamp))
+            ack = Ack(self.view.number, push.key, push.worker, push.stamp)
+            return self._once_replicated(push.key, cell.number, [(push.worker, ack)])
         return self._pushes(push.key, *self._inbox.take(push))
 
     def _pushes(self, key: str, ready: list[Push], asks: list[Send]) -> list[Send]:
@@ -228,30 +225,26 @@ class Shard:
         assert not isinstance(gradient, Content)  # the inbox has decoded it
         late = self._lag is not None and self._now() - self._told.get((push.key, push.worker), self._now()) > self._lag
         applied = cell.push(push.worker, push.stamp, gradient, push.options, push.absent, refuse=late)
-        self._owe(push.key, applied)
-        sends: list[Send] = [
-            (replica, Replicate(self._view.number, push.key, each))
-            for each in applied
-            for replica in self._have[push.key]
-        ]
+        sends = self._owe(push.key, applied)
+        for each in applied:
+            sends += [(replica, Replicate(self.view.number, push.key, each)) for replica in self._have[push.key]]
         if applied:
             sends += self._answers(push.key)
         return [*sends, *self._settled(push.key)]
 
-    def _owe(self, key: str, applied: list[Applied]) -> None:
+    def _owe(self, key: str, applied: list[Applied]) -> list[Send]:
+        """Notes whom a key's updates are to be acknowledged to; what else is to be sent of them."""
         if applied and self._keeper is not None:
             self._keeper.note(key, self._cells[key])
         for each in applied:
             for worker, stamp in each.stamps.items():
-                self._owed[key].append(_Owed(each.number + 1, self._ack(key, worker, stamp, worker in each.refused)))
-
-    def _ack(self, key: str, worker: int, stamp: int, refused: bool = False) -> list[Send]:
-        return [(worker, Ack(self._view.number, key, worker, stamp, refused))]
+                ack = Ack(self.view.number, key, worker, stamp, worker in each.refused)
+                self._owed[key].append(_Owed(each.number + 1, [(worker, ack)]))
+        return []
 
     def _replicated(self, message: Replicated) -> list[Send]:
-        have = self._have[message.key]
-        if message.shard in have:
-            have[message.shard] = max(have[message.shard], message.number)
+        if (have := self._have[message.key].get(message.shard)) is not None:
+            self._have[message.key][message.shard] = max(have, message.number)
         return self._settled(message.key)
 
     def _once_replicated(self, key: str, number: int, sends: list[Send]) -> list[Send]:
@@ -271,7 +264,7 @@ class Shard:
     def _answers(self, key: str) -> list[Send]:
         """To all who may read now."""
         cell, pulls = self._cells[key], self._pulls[key]
-        may = [p for p in pulls.values() if key in self._whole and cell.read(p.worker, p.clock, p.within) is not None]
+        may = [p for p in pulls.values() if key in self._whole and self._may_read(p)]
         if not may:
             return []
         own, included = cell.values.clone(), dict(cell.included)  # what it is now, whenever it leaves
@@ -281,10 +274,16 @@ class Shard:
         for p in may:
             del pulls[p.worker]
             self._told[key, p.worker] = self._now()
-            row, serial = self._copies[key].answer(p.worker, p.have, own, cell.number)
-            answer = Values(self._view.number, key, p.worker, p.clock, row, included, p.within, p.have, serial)
+            row, serial = self._copies[key].answer(p.worker, p.have, own, self._version(key))
+            answer = Values(self.view.number, key, p.worker, p.clock, row, included, p.within, p.have, serial)
             sends.append((p.worker, answer))
         return self._once_replicated(key, cell.number, sends)
+
+    def _may_read(self, pull: Pull) -> bool:
+        return self._cells[pull.key].read(pull.worker, pull.clock, pull.within) is not None
+
+    def _version(self, key: str) -> int:
+        return self._cells[key].number  # another, if its values are others
 
     # -- as a replica ---------------------------------------------------------------------------
 
@@ -296,4 +295,4 @@ class Shard:
         else:
             cell.follow(message.applied)
         answer = Replicated(message.view, message.key, cell.number, self.name)
-        return [(self._view.places[message.key][0], answer)]
+        return [(self.view.places[message.key][0], answer)]

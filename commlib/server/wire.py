@@ -30,9 +30,11 @@ from commlib.server.cell import Applied
 from commlib.server.messages import (
     Ack,
     Adopt,
+    Agreed,
     Complaint,
     Keys,
     Message,
+    Moved,
     Observe,
     Pull,
     Push,
@@ -56,8 +58,10 @@ _KINDS: tuple[type[Message], ...] = (
     Observe,
     Unknown,
     Keys,
+    Moved,
+    Agreed,
 )
-_HEAVY = (Push, Values, Replicate, Adopt, Start, Keys)
+_HEAVY = (Push, Values, Replicate, Adopt, Start, Keys, Moved, Agreed)
 _TENSOR = 1
 _TEXT = 1024  # characters of a key, of a shard's name
 _LIST = 1 << 16  # entries: msgpack makes room for as many as a list says, before they come

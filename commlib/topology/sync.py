@@ -60,6 +60,10 @@ class Follower:
             clock: as :class:`Delta` has it.
         """
         self._updates += 1
+        return self.due(clock)
+
+    def due(self, clock: int) -> Delta | None:
+        """The same after an answer, when there may be room for what had to wait."""
         due = self._updates >= self._every and len(self._pending) <= self._every
         return self._tell(clock) if due else None
 

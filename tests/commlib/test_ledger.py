@@ -161,3 +161,18 @@ def test_whatever_comes_and_goes_each_push_is_applied_once_and_a_workers_in_orde
         assert stamps == sorted(stamps)
     if spec != "bsp":
         assert set(applied) == pushed
+
+
+def test_the_rule_holds_inside_a_group_and_others_are_not_waited_for() -> None:
+    ledger: Ledger[str] = Ledger(range(4), make("bsp").threshold(), lambda worker: worker // 2)
+    assert ledger.push(0, 0, "a0") == []
+    assert ledger.push(2, 0, "c0") == []
+    assert ledger.push(3, 0, "d0") == [{2: "c0", 3: "d0"}]
+    assert [ledger.may_read(w, 1) for w in (2, 3)] == [True, True]
+    assert not ledger.may_read(2, 1, within=0)  # that is a question for all
+    assert ledger.push(2, 1, "c1") == []
+    assert ledger.due(2) == 2
+    assert ledger.push(1, 0, "b0") == [{0: "a0", 1: "b0"}]
+    assert ledger.may_read(2, 1, within=0)
+    assert ledger.peers(0) == {0: 1, 1: 1}
+    assert ledger.leave(3) == [{2: "c1"}]

@@ -149,6 +149,26 @@ def test_with_lost_fail_a_lost_worker_ends_the_job_and_one_that_left_does_not() 
     assert isinstance(decide(job, NBYTES, epoch, seen(0, 1, 100, 101, words={1: "left"}), reports(epoch)), Epoch)
 
 
+def test_of_several_groups_of_servers_none_may_go_or_come() -> None:
+    job = dataclasses.replace(JOB, consistency="groups:groups=2,server_groups=2", copies=1)
+    nbytes = {key: c.nbytes for key, c in job.chunks.items()}
+    epoch = begin(job, seen(0, 1, 100, 101))
+    assert epoch is not None
+    assert {key[-1]: at[0] for key, at in epoch.view.places.items()} == {"0": "shard-100", "1": "shard-101"}
+    assert decide(job, nbytes, epoch, seen(0, 1, 100, 101, 102), {}) is None
+    lost = decide(job, nbytes, epoch, seen(0, 1, 100, 101, silent={101: 9.0}), {})
+    assert isinstance(lost, Over)
+    assert "shard-101 (host pid 101) is lost: silent for 9.0 s; groups of servers need all" in lost.why
+    leaving = decide(job, nbytes, epoch, seen(0, 1, 100, 101, words={100: "leaving 3"}), {})
+    assert isinstance(leaving, Over)
+    gone = seen(1, 100, 101)
+    assert isinstance(decide(job, nbytes, epoch, gone, {}), Want)
+    following = decide(job, nbytes, epoch, gone, reports(epoch))
+    assert isinstance(following, Epoch)
+    assert following.view.workers == {1: 0}
+    assert following.view.places == epoch.view.places
+
+
 def test_matrices_are_not_cut_for_optimizers_that_look_at_them_whole() -> None:
     weight = nn.Parameter(torch.zeros(64, 64))
     by_matrix = Recipe(torch.optim.Adafactor, {"lr": 0.1})

@@ -82,3 +82,14 @@ def test_no_shards_or_one_twice_are_refused(names: list[str]) -> None:
 def test_bad_copies_and_slack_are_refused(copies: int, slack: float) -> None:
     with pytest.raises(ValueError, match="one copy or more"):
         place(Ring("a"), {}, copies, slack)
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 20))
+def test_a_group_of_shards_has_all_keys_that_are_its_own_and_no_others(groups: int, each: int, count: int) -> None:
+    ring = Ring((f"shard-{100 + i}" for i in range(groups * each)), groups)
+    nbytes = {f"w[{i}:{i + 1}]@{g}": 8 for i in range(count) for g in range(groups)}
+    for key, at in place(ring, nbytes).items():
+        g = int(key.partition("@")[2])
+        assert at[0] in [f"shard-{100 + i}" for i in range(g * each, (g + 1) * each)]
+    assert set(nbytes) == place(ring, nbytes).keys()
+    assert ring.joined("shard-999").left("shard-999").groups == groups

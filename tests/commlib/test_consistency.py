@@ -33,7 +33,7 @@ def test_a_spec_string_says_which_rule(spec: str, rule: Consistency) -> None:
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("dtsp", r"unknown consistency 'dtsp' \(known: asp, bsp, downpour, dtssp, groups, ssp, wsp; did you mean 'dtssp'\?\)"),
+        ("dtsp", r"'dtsp' \(known: asp, bsp, downpour, dtssp, groups, ssp, wsp; did you mean 'dtssp'\?\)"),
         ("bsp:3", "cannot read '3' in consistency 'bsp:3'"),
         ("ssp:3,4", "cannot read '4'"),
         ("ssp:-1", "staleness must be 0 or more, got -1"),

@@ -36,7 +36,7 @@ class Scene:
     Args:
         rule: what is attached.
         stop: it stops without dying; otherwise it is killed.
-        seconds: time-out of the process group.
+        seconds: time-out of the model's process group.
         deadline: within which the others must have raised.
         limit: of rate; at this one a step naps for about a second.
         servers: that add up gradients.
@@ -85,11 +85,12 @@ def rank_main(name: str, rank: int, port: int, pipe: Connection) -> None:
     torch.manual_seed(0)
     server = c10d.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=60))
     store = c10d.PrefixStore(name, server)
-    timeout = datetime.timedelta(seconds=scene.seconds)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE)
+    dist.barrier()  # a rank may begin late, among so many; from here on they are together
+    group = dist.new_group(timeout=datetime.timedelta(seconds=scene.seconds)) if scene.stop else None
     first = nn.Linear(32, 40)
     model = nn.Sequential(first, nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 4))
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.004)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.004, process_group=group)
     comm = commlib.attach(ddp, scene.rule, min_size=0, timeout=60, limit=scene.limit, servers=scene.servers)
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(rank))
     for _ in range(STEPS_BEFORE):

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -335,6 +336,7 @@ def with_a_kill(world: World, servers: commlib.Servers, pid: int) -> tuple[str, 
     plain.train(8)
     served = Trainer(world, "push_pull", servers=servers)
     served.train(3)
+    dist.barrier()  # or the kill would come in another's third step
     if world.rank == 0:
         os.kill(pid, signal.SIGKILL)
     begun, text = time.monotonic(), ""

@@ -115,7 +115,7 @@ IN_PARTS = [s for s in ALL if plain(s).part_rows(LayerSpec("w", (64, 48))) is no
 
 def test_codecs_of_values_and_of_blocks_can_be_cut() -> None:
     names = {s.partition(":")[0] for s in IN_PARTS}
-    assert names == {"fp16", "bf16", "onebit", "int8", "int4", "qsgd", "ternary"}
+    assert names == {"fp16", "bf16", "onebit", "int8", "int4", "qsgd", "ternary", "twobit"}
 
 
 @pytest.mark.parametrize("spec", [s for s in IN_PARTS if not plain(s).random])

@@ -238,3 +238,16 @@ def test_one_of_several_groups_of_servers_that_is_lost_ends_it_with_a_name() -> 
     with Cluster(2, 2) as cluster:
         found = cluster.train(worker)
     assert all("groups of servers need all of their shards" in told for told in found)
+
+
+def test_embedded_servers_are_as_many_as_the_topology_says() -> None:
+    trained = model()
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    with commlib.ParameterServer(trained, optimizer, Topology(1, 1, 1, 2), workers=1, rank=0, nbytes=1200) as server:
+        assert server._worker.job.shards == 2
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(trained, 0, step)
+            server.step()
+    with pytest.raises(ValueError, match="is of 2 shards, and there are 3"):
+        commlib.ParameterServer(trained, optimizer, Topology(1, 1, 1, 2), "embedded:3", workers=1, rank=0)

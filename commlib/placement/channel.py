@@ -23,7 +23,9 @@ from commlib.backward import wait
 from commlib.errors import PeerLost, PlanMismatch
 from commlib.exchange.item import World
 from commlib.handshake import answer_roll_call, roll_call
+from commlib.placement.coder import Coder
 
+EXACT = Coder()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """In which activations travel."""
 HEADER = 40
@@ -54,11 +56,12 @@ class Channel:
         group: process group of all ranks, of its own.
         world: this rank.
         key: of the roll call after a failure, in the group's store.
+        coder: how rows travel.
     """
 
-    def __init__(self, group: Any, world: World, key: str) -> None:
+    def __init__(self, group: Any, world: World, key: str, coder: Coder | None = None) -> None:
         self.world = world
-        self._group, self._key = group, key
+        self._group, self._key, self._coder = group, key, coder or EXACT
 
     def meet(self, number: int, layer: str, x: Tensor, *, trained: bool) -> Call:
         """All ranks come to the same call.
@@ -87,74 +90,67 @@ class Channel:
                 )
         return Call(layer, tuple(h[1] for h in heads), trained, any(h[4] for h in heads))
 
-    def gather(self, call: Call, mine: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-        """All ranks' rows, (Σ counts, width), in rank order.
+    def gather(self, call: Call, mine: Tensor, counts: Sequence[int] | None = None, *, exact: bool = False) -> Tensor:
+        """All ranks' rows, (Σ counts, width), in rank order; this rank's, too, as the others get them.
 
         Args:
             call: which.
             mine: this rank's.
             counts: of each rank, if not those of the call.
+            exact: as they are, whatever the codec.
         """
-        counts, width, size = counts or call.counts, mine.shape[1], self.world.size
-        longest = max(counts)
-        if longest * width == 0:
+        counts, width, coder = counts or call.counts, mine.shape[1], EXACT if exact else self._coder
+        sizes = [coder.nbytes(n, width, mine.dtype) for n in counts]
+        longest = max(sizes)
+        if longest == 0:
             return mine.new_empty(0, width)
-        alike = min(counts) == longest
-        sent = mine.contiguous() if alike else mine.new_zeros(longest, width)
+        own = coder.encode(mine)
+        alike = min(sizes) == longest
+        sent = own if alike else own.new_zeros(longest)
         if not alike:  # collectives have one length: shorter ones are filled up
-            sent[: len(mine)] = mine
-        out = mine.new_empty(size * longest, width)
-        self._through(f"gather rows of {call.layer!r}", self._group._allgather_base(_bytes(out), _bytes(sent)))
-        return (
-            out if alike else torch.cat([part[:n] for part, n in zip(torch.split(out, longest), counts, strict=True)])
-        )
+            sent[: len(own)] = own
+        out = own.new_empty(self.world.size * longest)
+        self._through(f"gather rows of {call.layer!r}", self._group._allgather_base(out, sent))
+        if alike and coder.exact:
+            return out.view(mine.dtype).view(-1, width)
+        parts = zip(torch.split(out, longest), sizes, counts, strict=True)
+        return torch.cat([coder.decode(part[:size], n, width, mine.dtype) for part, size, n in parts])
 
     def to_rows(self, call: Call, columns: Tensor, cuts: Sequence[slice]) -> Tensor:
         """(Σ counts, own outputs) of all ranks' rows → (own rows, N): all outputs of this rank's."""
-        rows, widths = call.counts[self.world.rank], [c.stop - c.start for c in cuts]
-        out = columns.new_empty(rows * sum(widths))
-        splits = [n * columns.shape[1] for n in call.counts]
-        self._swap(f"outputs of {call.layer!r}", out, columns, [rows * w for w in widths], splits)()
-        blocks = torch.split(out, [rows * w for w in widths])
-        return torch.cat([b.view(rows, w) for b, w in zip(blocks, widths, strict=True)], dim=1)
+        rows = call.counts[self.world.rank]
+        shapes = [(rows, c.stop - c.start) for c in cuts]
+        blocks = self._swap(f"outputs of {call.layer!r}", torch.split(columns, list(call.counts)), shapes)()
+        return torch.cat(blocks, dim=1)
 
     def to_columns(self, call: Call, grad: Tensor, cuts: Sequence[slice]) -> Tensor:
         """The mirror image: (own rows, N) → (Σ counts, own outputs)."""
         own = cuts[self.world.rank]
-        width = own.stop - own.start
-        out = grad.new_empty(sum(call.counts), width)
-        sent = torch.cat([grad[:, c].reshape(-1) for c in cuts])
-        splits = [len(grad) * (c.stop - c.start) for c in cuts]
-        self._swap(f"output gradients of {call.layer!r}", out, sent, [n * width for n in call.counts], splits)()
-        return out
+        shapes = [(n, own.stop - own.start) for n in call.counts]
+        return torch.cat(self._swap(f"output gradients of {call.layer!r}", [grad[:, c] for c in cuts], shapes)())
 
     def sum_rows(self, call: Call, partial: Tensor) -> Callable[[], Tensor]:
         """(Σ counts, M), this rank's part of all → waits for, and returns, (own rows, M), summed in rank order.
 
         So all of it is the same bits whatever the backend, and bfloat16 is rounded once, after the sum.
         """
-        rows, width = call.counts[self.world.rank], partial.shape[1]
-        out = partial.new_empty(self.world.size, rows, width)
-        splits = [n * width for n in call.counts]
-        arrive = self._swap(f"input gradients of {call.layer!r}", out, partial, [rows * width] * len(splits), splits)
+        shapes = [(call.counts[self.world.rank], partial.shape[1])] * self.world.size
+        arrive = self._swap(f"input gradients of {call.layer!r}", torch.split(partial, list(call.counts)), shapes)
 
         def summed() -> Tensor:
-            arrive()
-            wide = torch.promote_types(out.dtype, torch.float32)
-            total = out[0].to(wide, copy=True)
-            for part in out[1:]:
+            first, *others = arrive()
+            total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
+            for part in others:
                 total += part
-            return total.to(out.dtype)
+            return total.to(partial.dtype)
 
         return summed
 
     def scatter(self, what: str, whole: Tensor, mine: Tensor, cuts: Sequence[slice]) -> None:
-        """Rank 0's rows of a (N, …) tensor to whom they belong: ``mine`` ← its ``cuts``."""
-        first = self.world.rank == 0
-        width = whole[0].numel()
-        sent = whole if first else whole.new_empty(0)
-        splits = [(c.stop - c.start) * width if first else 0 for c in cuts]
-        self._swap(what, mine, sent, [mine.numel()] + [0] * (self.world.size - 1), splits)()
+        """Rank 0's rows of an (N, M) matrix to whom they belong: ``mine`` ← its ``cuts``."""
+        pieces = [whole[c] if self.world.rank == 0 else whole[:0] for c in cuts]
+        shapes = [(len(mine) if rank == 0 else 0, mine.shape[1]) for rank in range(self.world.size)]
+        mine.copy_(self._swap(what, pieces, shapes, EXACT)()[0])
 
     def any(self, what: str, mine: bool, device: torch.device) -> bool:
         """Whether it is so on any rank."""
@@ -169,14 +165,22 @@ class Channel:
         return found
 
     def _swap(
-        self, what: str, out: Tensor, sent: Tensor, out_splits: list[int], splits: list[int]
-    ) -> Callable[[], None]:
-        """An all-to-all of so many values from and to each rank; returns what waits for it."""
-        n = sent.element_size()
-        bytes_in, bytes_out = ([n * s for s in x] for x in (out_splits, splits))
-        held = _bytes(out), _bytes(sent.contiguous())  # kept until it is through
-        work = self._group.alltoall_base(*held, bytes_in, bytes_out)
-        return lambda: self._through(f"exchange {what}", work, *held)
+        self, what: str, pieces: Sequence[Tensor], shapes: Sequence[tuple[int, int]], coder: Coder | None = None
+    ) -> Callable[[], list[Tensor]]:
+        """An all-to-all of a matrix to each rank, and one of these shapes from each; returns what waits for them."""
+        coder, dtype = coder or self._coder, pieces[0].dtype
+        coded = [coder.encode(piece) for piece in pieces]
+        sizes = [coder.nbytes(*shape, dtype) for shape in shapes]
+        sent = torch.cat(coded)
+        out = sent.new_empty(sum(sizes))  # both are kept until it is through
+        work = self._group.alltoall_base(out, sent, sizes, [len(c) for c in coded])
+
+        def arrive() -> list[Tensor]:
+            self._through(f"exchange {what}", work, sent)
+            came = zip(torch.split(out, sizes), shapes, strict=True)
+            return [coder.decode(part, *shape, dtype) for part, shape in came]
+
+        return arrive
 
     def _through(self, what: str, work: Any, *held: Tensor) -> None:
         try:
@@ -201,10 +205,6 @@ class Channel:
             "a placed layer holds a part of its weight and a process group, and cannot be pickled: save "
             "commlib.placement.state.full_state_dict(model)"
         )
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.reshape(-1).view(torch.uint8)
 
 
 def _words(head: tuple[int, ...]) -> str:

@@ -1,8 +1,8 @@
 """Which layers should stay put, given what each way costs. Pure.
 
 Dense, factors and owners carry gradients, which may hide behind the backward pass; a placed layer's activations are
-waited for, forward and backward, and hide behind nothing. On the other hand its optimizer has only 1/P of the weight
-to update.
+waited for, forward and backward, and hide behind nothing. On the other hand a rank reads, writes and updates only 1/P
+of the weight and of its gradient.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
+import torch
+
 from commlib.choose import WORTH, choose
 from commlib.cost import Shape
 from commlib.link import Link
 from commlib.overlap import Bucket, Pass
-from commlib.placement.channel import HEADER
+from commlib.placement.channel import EXACT, HEADER
+from commlib.placement.coder import Coder
 from commlib.placement.cost import placed_sent
 from commlib.price import Way, dense, factors, owners
 from commlib.words import mbit, ms
@@ -34,7 +37,8 @@ class Linear:
         seen_s: seconds from the step's begin until its backward pass begins.
         local_s: of the product of a rank's own rows.
         rebuild_s: of all ranks'.
-        update_s: of one pass of an optimizer over the weight; it makes that at least.
+        whole_s: of all that a step does with the weight, if a rank has it whole and its own rows.
+        part_s: the same, if a rank has 1/P of it and all ranks' rows.
         itemsize: bytes of a value.
     """
 
@@ -45,7 +49,8 @@ class Linear:
     seen_s: float
     local_s: float
     rebuild_s: float
-    update_s: float
+    whole_s: float
+    part_s: float
     itemsize: int = 4
 
 
@@ -123,31 +128,35 @@ class Considered:
         return f"{best.route} costs {ms(best.alone_s)}, but that hides behind the backward pass, or too little is saved"
 
 
-def placed_way(x: Linear, link: Link) -> Way:
-    """A layer that stays put: its collectives' bytes one after another, with a header; (1 − 1/P) of an update less."""
+def placed_way(x: Linear, link: Link, coder: Coder = EXACT) -> Way:
+    """A layer that stays put: its collectives' bytes one after another, with a header; what its part takes less.
+
+    Of a codec the bytes are in it, and not the time that it takes.
+    """
     shape = Shape(x.m, x.n, x.rows, link.world, link.world)
-    parts = [x.itemsize * v for v in placed_sent(shape, input_grad=x.input_grad)]
+    each = x.itemsize if coder.exact else coder.nbytes(max(1, x.rows), x.m, torch.float32) / (max(1, x.rows) * x.m)
+    parts = [each * v for v in placed_sent(shape, input_grad=x.input_grad)]
     header = (link.world - 1) * HEADER
     wire = sum(link.all_gather.seconds(b) for b in (header, *parts))
-    return Way("placed", header + sum(parts), wire, 0.0, saved_s=(1 - 1 / link.world) * x.update_s)
+    return Way("placed", header + sum(parts), wire, 0.0, saved_s=x.whole_s - x.part_s)
 
 
-def ways_of(x: Linear, link: Link) -> list[Way]:
+def ways_of(x: Linear, link: Link, coder: Coder = EXACT) -> list[Way]:
     """All of a layer, dense first, placed last; rows only where they are fewer bytes than the gradient."""
     found = [dense(x.n * x.m * x.itemsize, link)]
     ring = found[0].sent
     rows = factors(x.n, x.m, x.rows, link, local_s=x.local_s, rebuild_s=x.rebuild_s, itemsize=x.itemsize)
     owned = owners(x.n, x.m, x.rows, link, local_s=x.local_s, itemsize=x.itemsize)
-    return [*found, *(w for w in (rows, owned) if w.sent < ring), placed_way(x, link)]
+    return [*found, *(w for w in (rows, owned) if w.sent < ring), placed_way(x, link, coder)]
 
 
-def decide(f: Figures, worth: float = WORTH) -> Considered:
+def decide(f: Figures, worth: float = WORTH, coder: Coder = EXACT) -> Considered:
     """The layers by which, as far as is predicted, steps are shortest; none, unless that is ``worth`` its share.
 
     What is not placed goes as a manager would choose it (:func:`commlib.choose.choose`). Layers are placed in the order
     of what that saves by itself, as many as make the shortest step; then each alone is looked at once more.
     """
-    ways = {name: ways_of(x, f.link) for name, x in f.layers.items()}
+    ways = {name: ways_of(x, f.link, coder) for name, x in f.layers.items()}
     p, every = f.seen(), {n: dense(nbytes, f.link) for n, (_, nbytes) in f.units.items()}
 
     def seconds(put: Collection[str]) -> float:

@@ -77,7 +77,7 @@ class PlacedLinear(nn.Module):
     def whole_weight(self) -> Tensor:
         """W, (N, M), on every rank. Collective."""
         counts = tuple(c.stop - c.start for c in self.cuts)
-        return self.channel.gather(Call(self.name, counts, False, False), self.weight.detach())
+        return self.channel.gather(Call(self.name, counts, False, False), self.weight.detach(), exact=True)
 
     # -- state dicts: a part goes by the name of its rows, so that no rank takes another's for its own --
 

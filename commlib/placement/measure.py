@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from commlib.exchange.item import World
 from commlib.link import Line, Link
@@ -45,15 +46,18 @@ def measure(model: nn.Module, layers: Mapping[str, nn.Linear], example: Any, gro
         count, weight = watch.rows.get(name, 0), x.weight
         n, m = weight.shape
         products = [measure_product(n, m, k, weight.dtype, device) for k in (count, world.size * count)]
-        own += [count, name in watch.input_grad, watch.seen.get(name, watch.end), *products, _update_s(weight)]
+        needed = name in watch.input_grad
+        works = [_work_s(weight, n, count, needed), _work_s(weight, -(-n // world.size), world.size * count, needed)]
+        own += [count, needed, watch.seen.get(name, watch.end), *products, *works]
     worst = iter(_most(group, own, world, device))
     end, drag, *lines = (next(worst) for _ in range(6))
     units = {unit: (next(worst), nbytes) for unit, nbytes in watch.units.items()}
     found = {}
     for name, x in layers.items():
-        rows, needed, seen, local, rebuild, update = (next(worst) for _ in range(6))
+        rows, needs, *seconds = (next(worst) for _ in range(7))
+        seen, local, rebuild, whole, part = seconds
         n, m, size = x.out_features, x.in_features, x.weight.element_size()
-        found[name] = Linear(n, m, int(rows), bool(needed), seen, local, rebuild, update, size)
+        found[name] = Linear(n, m, int(rows), bool(needs), seen, local, rebuild, whole, part, size)
     return Figures(Link(world.size, Line(*lines[:2]), Line(*lines[2:]), drag), found, units, end)
 
 
@@ -129,14 +133,21 @@ def _untouched(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(kept)
 
 
-def _update_s(weight: Tensor) -> float:
-    """Seconds of the least that an optimizer does: w ← w + a·g."""
-    own, grad = torch.zeros_like(weight), torch.zeros_like(weight)
+def _work_s(weight: Tensor, n: int, rows: int, input_grad: bool) -> float:
+    """Seconds of a step with n outputs of a layer: its products, and the least that an optimizer does: w ← w + a·g.
+
+    A gradient's memory is new in every step, as after ``zero_grad()``: a large one's costs as much as its product.
+    """
+    own = torch.zeros(n, weight.shape[1], dtype=weight.dtype, device=weight.device)
+    x, grad = own.new_ones(rows, weight.shape[1]), own.new_ones(rows, n)
     times = []
     with torch.no_grad():
         for _ in range(4):
             began = time.perf_counter()
-            own.add_(grad, alpha=0.5)
+            functional.linear(x, own)
+            if input_grad:
+                grad @ own
+            own.add_(grad.t() @ x, alpha=-1 / max(1, rows))
             times.append(time.perf_counter() - began)
     return statistics.median(times[1:])
 

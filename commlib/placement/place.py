@@ -21,6 +21,7 @@ from commlib.layer import LayerSpec
 from commlib.model import linear_layers, one_device
 from commlib.placement.channel import DTYPES, Channel
 from commlib.placement.choice import Considered, decide
+from commlib.placement.coder import Coder
 from commlib.placement.layer import PlacedLinear, placed_layers
 from commlib.placement.measure import measure
 
@@ -58,6 +59,7 @@ def place(
     process_group: Any = None,
     init_sync: bool = True,
     timeout: float = 300.0,
+    codec: str = "none",
 ) -> Placement:
     """Shares out linear layers' weights over the ranks for good: activations travel, not gradients. Collective.
 
@@ -68,8 +70,9 @@ def place(
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         comm = commlib.attach(ddp)  # for all that is not placed
 
-    Exact, but for the order of sums. From now on every rank must call the model as often as the others, for evaluation
-    too; ``state_dict`` has each rank's part (:mod:`commlib.placement.state` has whole ones, and ``clip_grad_norm_``).
+    Exact, but for the order of sums (without a codec). From now on every rank must call the model as often as the
+    others, for evaluation too; ``state_dict`` has each rank's part (:mod:`commlib.placement.state` has whole ones, and
+    ``clip_grad_norm_``).
 
     Args:
         model: not wrapped in DDP. Its layers are replaced in place.
@@ -79,6 +82,8 @@ def place(
         process_group: that DDP will have; by default all ranks.
         init_sync: give all ranks the first one's weights, as DDP does; False where they are alike already.
         timeout: seconds to wait for the other ranks here.
+        codec: how activations and their gradients travel (``fp16``, ``int8``), not weights and biases. Its error stays
+            in the step (:mod:`commlib.placement.coder`).
 
     Raises:
         ValueError, TypeError: a bad option, name or model; the message says which layers there are.
@@ -93,7 +98,7 @@ def place(
             raise TypeError("the model is wrapped in DDP, which would reduce placed layers: place first, then wrap")
         if not timeout > 0:
             raise ValueError(f"timeout must be a number of seconds > 0, got {timeout!r}")
-        auto = which == AUTO
+        auto, coder = which == AUTO, Coder(codec)
         if auto and example is None:
             raise ValueError("'auto' measures a step: give example=, its inputs; or name the layers to be placed")
         found = _placeable(model)
@@ -103,17 +108,20 @@ def place(
         publish_failure(group, key, world, e)
         raise
     terms = {n: f"{tuple(m.weight.shape)} {m.weight.dtype} bias={m.bias is not None}" for n, m in layers.items()}
-    agree(group, key, {"commlib": commlib.__version__, "place": str(which), **terms}, world, timeout)
+    agree(
+        group, key, {"commlib": commlib.__version__, "place": str(which), "codec": str(coder), **terms}, world, timeout
+    )
     if world.size == 1 or not layers:
         return Placement({}, None, world)
     own = sibling(group, device)
     considered = None
     if auto:
         figures = measure(model, layers, example, own, world)
-        considered = decide(figures)
+        considered = decide(figures, coder=coder)
         agree(group, f"{key}/chosen", {"placed": ", ".join(considered.placed)}, world, timeout)
         layers = {n: m for n, m in layers.items() if n in considered.placed}
-    return Placement(_replace(model, layers, Channel(own, world, f"{key}/lost"), init_sync), considered, world)
+    channel = Channel(own, world, f"{key}/lost", coder)
+    return Placement(_replace(model, layers, channel, init_sync), considered, world)
 
 
 def chosen(model: nn.Module, placeable: Mapping[str, nn.Linear], patterns: Sequence[str]) -> dict[str, nn.Linear]:

@@ -78,13 +78,16 @@ CASES: dict[str, dict[str, Any]] = {
     "attached": {"attach": "none"},
     "factors": {"which": ["first"], "attach": "factors"},
     "bfloat16": {"amp": True},
+    "fp16": {"codec": "fp16", "most": 0.01},
+    "int8": {"codec": "int8", "most": 0.1, "uneven": True},
+    "drawn": {"codec": "qsgd:levels=127", "most": 0.2, "recomputed": True},
 }
 
 
 def train(model: nn.Module, world: World, dtype: torch.dtype, placed: bool, **case: Any) -> list[float]:
     """Losses of some steps."""
     if placed:
-        commlib.place(model, case.get("which", "*"))
+        commlib.place(model, case.get("which", "*"), codec=case.get("codec", "none"))
     model.twice, model.recomputed = case.get("twice", False), case.get("recomputed", False)
     ddp = DistributedDataParallel(model)
     optimizer = OPTIMIZERS[case.get("optimizer", "sgd")](ddp.parameters())
@@ -128,7 +131,7 @@ def beside_ddp(world: World, names: list[str]) -> list[tuple[str, float, float, 
 def test_it_trains_as_plain_ddp_does_and_what_is_replicated_has_the_same_bits(fleet: Fleet, size: int) -> None:
     ranks = fleet.run(size, beside_ddp, list(CASES))
     for name, apart, off, _ in (x for found in ranks for x in found):
-        most = 0.05 if CASES[name].get("amp") else 1e-12
+        most = CASES[name].get("most", 0.05 if CASES[name].get("amp") else 1e-12)
         assert apart < most, name
         assert off < most, name
     for found in ranks[1:]:
@@ -264,6 +267,8 @@ def unlike(world: World) -> list[str]:
     for call in (
         lambda: commlib.place(Net(), ["first", "last"][world.rank]),
         lambda: commlib.place(Net(), ["first", "frist"][world.rank]),
+        lambda: commlib.place(Net(), "first", codec=["int8", "fp16"][world.rank]),
+        lambda: commlib.place(Net(), "first", codec=["int8", "dgc"][world.rank]),
     ):
         with pytest.raises((PlanMismatch, ValueError)) as e:
             call()
@@ -277,7 +282,10 @@ def unlike(world: World) -> list[str]:
 
 
 def test_ranks_that_do_something_else_are_told_so(fleet: Fleet) -> None:
-    (other, failed, call), (_, typo, _) = fleet.run(2, unlike)
+    (other, failed, codec, memory, call), (_, typo, *_) = fleet.run(2, unlike)
+    assert "int8" in codec
+    assert "fp16" in codec
+    assert "remembers" in memory
     assert "first" in other
     assert "rank 1 failed" in failed
     assert "frist" in typo

@@ -61,7 +61,7 @@ class Coder:
         x = x.contiguous()
         if self._codec is None or not x.numel():
             return x.view(-1).view(torch.uint8)
-        payload = torch.zeros(self.nbytes(*x.shape, x.dtype), dtype=torch.uint8, device=x.device)
+        payload = torch.zeros(self.nbytes(len(x), x.shape[1], x.dtype), dtype=torch.uint8, device=x.device)
         seed = int(torch.randint(1 << 62, ())) if self._codec.random else 0
         self._codec.compress(x.float(), self._own(payload, x), seed=seed)
         return payload

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -202,7 +203,7 @@ def test_what_is_no_topology_is_refused(spec: str, why: str) -> None:
     ],
 )
 def test_who_cannot_follow_it_is_told_before_anybody_waits(
-    topology: Topology, options: dict[str, int], why: str
+    topology: Topology, options: dict[str, Any], why: str
 ) -> None:
     trained = model()
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)

@@ -53,7 +53,8 @@ class ElasticAveraging:
     Buffers and optimizers stay each worker's own. Values that are not finite go back to the centre, and are in no δ.
 
     Args:
-        model: not wrapped in DDP. Its parameters become those of the first worker.
+        model: not wrapped in DDP. It begins with the centre's values: the first worker's, as far as nobody has moved
+            them by then.
         tau: τ, steps between two pulls.
         alpha: α, of a worker's distance to the centre that a pull takes away; by default 0.9/P.
         servers: as :class:`commlib.ParameterServer` takes it.

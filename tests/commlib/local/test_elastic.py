@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -38,6 +39,7 @@ def test_pulls_conserve_the_sum_of_all_values_and_the_centre(pulls: int) -> None
         model = network()
         with join(cluster, model, rank, tau=1) as elastic:
             begun = row(model)
+            all_have.wait(60)  # or one that came late would begin with what others had moved by then
             with torch.no_grad():
                 for p in model.parameters():
                     p.add_(1.0 + rank)
@@ -46,6 +48,7 @@ def test_pulls_conserve_the_sum_of_all_values_and_the_centre(pulls: int) -> None
             own = row(model)
         return begun, own, row(model)
 
+    all_have = threading.Barrier(3)
     with Cluster(2, 3) as cluster:
         found = cluster.train(worker)
     begun, centre = found[0][0], found[0][2]

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-_SOURCE = Path(__file__).parents[1] / "third_party"
+_SOURCE = Path(__file__).parents[2] / "examples" / "plugin"
 _USE = """
 from commlib import registry, testing
 codec = registry.make("clip8")
-assert type(codec.inner).__module__ == "example_codec", codec
+assert type(codec.inner).__module__ == "commlib_clip8", codec
 testing.check_compressor("clip8")
 testing.check_compressor("topk:ratio=0.5,values=clip8")
 print("kept every promise")
@@ -44,8 +44,16 @@ def test_is_installed_found_and_keeps_every_promise(site: Path) -> None:
     assert "kept every promise" in done.stdout
 
 
+def test_its_own_tests_pass(site: Path, tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
+    pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path / "source" / "tests")]
+    done = subprocess.run(pytest_, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 passed" in done.stdout
+
+
 def test_a_broken_one_is_caught(site: Path) -> None:
-    module = site / "example_codec.py"
+    module = site / "commlib_clip8.py"
     sound = module.read_text()
     broken = sound.replace("copy_(top)", "copy_(torch.nan_to_num(top))")
     assert broken != sound

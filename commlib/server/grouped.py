@@ -88,11 +88,12 @@ class GroupedShard(Shard):
         return [*super()._pull(pull), *self._meet(pull.key)]
 
     def _may_read(self, pull: Pull) -> bool:
-        if not super()._may_read(pull) or pull.within is None:
-            return super()._may_read(pull)
+        own = super()._may_read(pull)
+        if pull.within is None:
+            return own
         wanted = pull.clock - pull.within
         both = (self._followers.get(pull.key), self._masters.get(pull.key))
-        return all(one is None or one.met(wanted) for one in both)
+        return own and all(one is None or one.met(wanted) for one in both)
 
     def _version(self, key: str) -> int:
         return super()._version(key) + self._heard[key]

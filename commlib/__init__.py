@@ -13,6 +13,7 @@ from commlib.attach import attach
 from commlib.checkpoint import merge_state_dicts
 from commlib.compressor import Compressor, LayerSpec, Memory, Slot
 from commlib.consistency import ASP, BSP, DTSSP, SSP, WSP, Consistency, Downpour
+from commlib.dcp import read_state
 from commlib.errors import CheckpointMismatch, CommlibError, MissingDependency, PeerLost, PlanMismatch
 from commlib.feedback import ErrorFeedback
 from commlib.hook import HookState, hook
@@ -72,4 +73,5 @@ __all__ = [
     "make",
     "merge_state_dicts",
     "place",
+    "read_state",
 ]

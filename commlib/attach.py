@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import importlib
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commlib.fsdp.units import is_sharded
 from commlib.handshake import publish_absence
 from commlib.hook import HookState
 from commlib.model import check_ddp
 from commlib.policy import Exact, Policy
 from commlib.route import Plan, Rules
 
+if TYPE_CHECKING:
+    from commlib.fsdp.state import ShardedState
+
 _EXACT = Exact()
 _attached: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
-def attach(ddp: DistributedDataParallel, compressor: Rules | Policy | Plan = _EXACT, **options: Any) -> HookState:
-    """Compresses the gradient exchange of a DDP model from now on. Collective.
+@overload
+def attach(model: DistributedDataParallel, compressor: Rules | Policy | Plan = ..., **options: Any) -> HookState: ...
+@overload
+def attach(model: nn.Module, compressor: Rules | Policy | Plan = ..., **options: Any) -> ShardedState: ...
+def attach(model: Any, compressor: Rules | Policy | Plan = _EXACT, **options: Any) -> HookState | ShardedState:
+    """Compresses the gradient exchange of a DDP model from now on, or that of a model that is sharded. Collective.
 
     Args:
-        ddp: a DistributedDataParallel without a communication hook.
+        model: a DistributedDataParallel without a communication hook; or what ``fully_shard`` (FSDP2) was called on,
+            the root: then see :class:`ShardedState` for all that follows.
         compressor: see :class:`HookState`. By default commlib chooses, layer by layer, the fastest route that loses
             nothing on this link; ``"none"`` is dense throughout, and equals plain DDP bit for bit.
         **options: those of :class:`HookState`.
@@ -31,9 +42,14 @@ def attach(ddp: DistributedDataParallel, compressor: Rules | Policy | Plan = _EX
         The hook's state: ``plan``, ``stats()``, ``trace()``, ``state_dict()``, ``load_state_dict()``.
 
     Raises:
-        TypeError: not a DDP model.
-        ValueError: a hook is registered already; and whatever :class:`HookState` raises.
+        TypeError: neither a DDP model nor one of FSDP2.
+        ValueError: a hook is registered already; and whatever :class:`HookState` or :class:`ShardedState` raises.
     """
+    if is_sharded(model):
+        sharded: Any = importlib.import_module("commlib.fsdp.state")  # not before: FSDP2 takes a while to import
+        found: ShardedState = sharded.ShardedState(model, compressor, **options)
+        return found
+    ddp = model
     try:
         check_ddp(ddp)
         if ddp in _attached:

@@ -86,11 +86,7 @@ class MemoryStore:
         Returns:
             Whether there was any.
         """
-        held = [
-            (key, pair)
-            for key, pair in self._pairs.get(spec.name, {}).items()
-            if pair.slot.role == "pending" and not pair.written and pair.filled[pair.live]
-        ]
+        held = self._held(spec.name)
         for key, pair in held:
             value, rows = pair.tensors[pair.live], grad.view(spec.shape or (1,))
             times = world if key.startswith(OWNER) else world / nodes if key.startswith(NODE) else 1
@@ -99,6 +95,17 @@ class MemoryStore:
             pair.tensors[1 - pair.live].zero_()
             self._will_write(pair, filled=False)
         return bool(held)
+
+    def holds(self, name: str) -> bool:
+        """Whether :meth:`drain` would have anything for a layer."""
+        return bool(self._held(name))
+
+    def _held(self, name: str) -> list[tuple[str, _Pair]]:
+        return [
+            (key, pair)
+            for key, pair in self._pairs.get(name, {}).items()
+            if pair.slot.role == "pending" and not pair.written and pair.filled[pair.live]
+        ]
 
     def _set_aside(self, layer: dict[str, _Pair], key: str) -> None:
         """It is of another route, whose stripes are others; what it holds back is for :meth:`drain`."""

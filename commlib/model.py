@@ -56,7 +56,7 @@ def layer_specs(module: nn.Module, left_out: Collection[str] = ()) -> list[Layer
         TypeError: a trained parameter is not real floating point.
         ValueError: an embedding with ``sparse=True``; nothing to train.
     """
-    kinds = _kinds(module)
+    kinds = kinds_of(module)
     ignored = {id(p) for name, p in module.named_parameters() if name in left_out}
     layers = {id(p): name for name, m in linear_layers(module, left_out).items() for p in m.parameters()}
     specs = [
@@ -101,7 +101,12 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
-def _kinds(module: nn.Module) -> dict[str, Kind]:
+def kinds_of(module: nn.Module) -> dict[str, Kind]:
+    """Parameter → its role.
+
+    Raises:
+        ValueError: an embedding with ``sparse=True``.
+    """
     kinds: dict[str, Kind] = {}
     for prefix, m in module.named_modules():
         if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse:

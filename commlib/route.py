@@ -14,7 +14,7 @@ from typing import Any
 
 from commlib.compressor import Compressor, LayerSpec
 from commlib.errors import unknown
-from commlib.exchange import BY_ROWS, BY_SERVERS, EXCHANGES, Exchange
+from commlib.exchange import BY_ROWS, BY_SERVERS, CARRIERS, EXCHANGES, Carrier
 from commlib.exchange.scatter_gather import stripes
 from commlib.feedback import ErrorFeedback
 from commlib.registry import make
@@ -25,7 +25,8 @@ class Route:
     """An exchange and the codec whose payloads it carries. As text: ``onebit:axis=tensor@gather``.
 
     Args:
-        exchange: dense, gather, scatter_gather, low_rank, blocks, factors, owners or push_pull.
+        exchange: dense, gather, scatter_gather, low_rank, blocks, factors, owners or push_pull; reduce_scatter is
+            that of a sharded model.
         codec: taken as it is; wrap it in :class:`ErrorFeedback` if it needs that.
 
     Raises:
@@ -36,12 +37,12 @@ class Route:
     codec: Compressor
 
     def __post_init__(self) -> None:
-        if self.exchange not in EXCHANGES:
+        if self.exchange not in CARRIERS:
             raise ValueError(unknown("exchange", self.exchange, EXCHANGES))
 
-    def carrier(self) -> Exchange:
+    def carrier(self) -> Carrier:
         """The exchange's module."""
-        return EXCHANGES[self.exchange]
+        return CARRIERS[self.exchange]
 
     @property
     def by_rows(self) -> bool:
@@ -51,7 +52,8 @@ class Route:
     @property
     def plain(self) -> bool:
         """Whether gradients go as they are, in every step: as without a hook."""
-        return self.exchange == "dense" and self.codec.lossless and type(self.codec).at is Compressor.at
+        as_it_is = self.codec.lossless and type(self.codec).at is Compressor.at
+        return as_it_is and self.exchange in ("dense", "reduce_scatter")
 
     def refuse(self, spec: LayerSpec) -> str | None:
         """Why this pair cannot carry this layer, or None."""
@@ -88,6 +90,8 @@ def resolve(rule: Rule, world: int) -> Route:
             codec = codec.inner  # rows are others every step: there is nothing to keep for them
         suited = codec.default_exchange or ("gather" if world <= 2 else "scatter_gather")
         route = Route(exchange.strip() or suited, codec)
+    if route.exchange not in EXCHANGES:
+        raise ValueError(f"{route}: it leaves each rank a part of the mean, which is for sharded models (FSDP2) only")
     reason = route.refuse(LayerSpec("any", (64, 64), kind="linear.weight", layer="any"))
     if reason:
         raise ValueError(f"{route.codec} cannot go over {route.exchange}: {reason}")
@@ -192,7 +196,8 @@ class Plan:
 
     def _row(self, p: PlannedLayer) -> list[str]:
         ranks = self.world * self.local
-        sent, full = self._sent(p), 2 * (ranks - 1) / ranks * p.spec.nbytes
+        passes = getattr(p.route.carrier(), "PASSES", 2)
+        sent, full = self._sent(p), passes * (ranks - 1) / ranks * p.spec.nbytes
         known = not math.isnan(sent)
         share = f"1/{full / sent:.1f}" if sent and full and known else "-"
         times = ["-" if s is None else f"{s * 1e3:.3g}" for s in (p.predicted_s, p.measured_s)]

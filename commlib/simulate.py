@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from commlib.collective import AllGather, AllReduce, AllToAll, Among, Collective, PushPull, Rounds, scope_of
-from commlib.exchange import hierarchical
+from commlib.exchange import EXCHANGES, hierarchical
 from commlib.exchange.item import Item, Seeds, World
 from commlib.hierarchy import Hierarchy, share
 from commlib.layer import LayerSpec
@@ -115,7 +115,7 @@ def part(
     store.drain(spec, grad, world.size, own.world.size)
     item = Item(spec, codec, grad, memory, Seeds(seed, step, spec.name), Meter(grad.device), owner)
     if levels is None:
-        return route.carrier().rounds([item], world, None)
+        return EXCHANGES[route.exchange].rounds([item], world, None)
     cuts = {spec.name: levels.cut(route.codec, spec)}
     return hierarchical.rounds({route.exchange: [item]}, cuts, world, levels.local, levels.inter)
 

@@ -119,7 +119,7 @@ class Meter:
         if len(self._events) > 64:  # a long run must not pile them up; old ones are done
             self._drain(wait=False)
 
-    def would_send(self, nbytes: int, world: int) -> None:
+    def would_send(self, nbytes: float, world: int) -> None:
         """Counts what plain DDP would send of a gradient of so many bytes: a ring all-reduce among ``world`` ranks."""
         self._dense += 2 * (world - 1) / world * nbytes
 

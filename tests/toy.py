@@ -211,6 +211,41 @@ def through_delays(make: Callable[[], Trainer], steps: int) -> tuple[bool, bool,
     return torch.equal(calm.weights(), hasty.weights()), same_everywhere(calm.world, hasty.weights()), naps
 
 
+@contextmanager
+def counted(world: World) -> Iterator[list[float]]:
+    """Counts, at the process group's own methods, what a ring (or pairwise sends) puts on the wire.
+
+    A list to be added up, for lanes issue from threads of their own: `+=` would lose some of it.
+    """
+    sent: list[float] = []
+    group = dist.ProcessGroup
+    originals = {name: group.__dict__[name] for name in ("allreduce", "_allgather_base", "alltoall_base")}
+
+    def bound(self: Any, name: str) -> Any:
+        return originals[name].__get__(self, type(self))
+
+    def allreduce(self: Any, tensors: Any, *args: Any) -> Any:
+        sent.append(2 * (world.size - 1) / world.size * sum(t.nbytes for t in tensors))
+        return bound(self, "allreduce")(tensors, *args)
+
+    def allgather(self: Any, out: Tensor, tensor: Tensor, *args: Any) -> Any:
+        assert out.nbytes == world.size * tensor.nbytes
+        sent.append((world.size - 1) * tensor.nbytes)
+        return bound(self, "_allgather_base")(out, tensor, *args)
+
+    def alltoall(self: Any, out: Tensor, tensor: Tensor, out_splits: Any, splits: Any, *args: Any) -> Any:
+        sent.append(tensor.nbytes * (1 - splits[world.rank] / sum(splits)))
+        return bound(self, "alltoall_base")(out, tensor, out_splits, splits, *args)
+
+    for name, replacement in zip(originals, (allreduce, allgather, alltoall), strict=True):
+        setattr(group, name, replacement)
+    try:
+        yield sent
+    finally:
+        for name, original in originals.items():
+            setattr(group, name, original)
+
+
 class Meeting:
     """An all-gather or all-to-all that happens when the last rank has come."""
 

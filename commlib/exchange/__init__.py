@@ -10,13 +10,13 @@ from torch import Tensor
 
 from commlib.collective import Rounds
 from commlib.compressor import Compressor, LayerSpec
-from commlib.exchange import blocks, dense, factors, gather, low_rank, owners, push_pull, scatter_gather
+from commlib.exchange import blocks, dense, factors, gather, low_rank, owners, push_pull, reduce_scatter, scatter_gather
 from commlib.exchange.item import Item, Stripe, World
 from commlib.factors.sending import Sending
 
 
-class Exchange(Protocol):
-    """The contract. All functions are pure but ``rounds``, which works on the items' gradients and memory."""
+class Carrier(Protocol):
+    """What a plan asks of an exchange. All functions are pure."""
 
     ROUNDS: int
     """How many times ``rounds`` yields."""
@@ -29,6 +29,10 @@ class Exchange(Protocol):
 
     def owned(self, codec: Compressor, spec: LayerSpec, world: World) -> Stripe | None:
         """The stripe this rank re-encodes and keeps slots for, if the exchange has such."""
+
+
+class Exchange(Carrier, Protocol):
+    """The contract of one that leaves all ranks with the mean."""
 
     def rounds(self, items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
         """Replace each item's gradient by the mean over ranks; bitwise the same on every rank.
@@ -52,6 +56,9 @@ EXCHANGES: Mapping[str, Exchange] = MappingProxyType(
         "push_pull": cast(Exchange, push_pull),
     }
 )
+
+CARRIERS: Mapping[str, Carrier] = MappingProxyType({**EXCHANGES, "reduce_scatter": cast(Carrier, reduce_scatter)})
+"""These, and what leaves every rank with its own part of the mean (:mod:`commlib.fsdp`)."""
 
 BY_SERVERS: frozenset[str] = frozenset({"push_pull"})
 """Exchanges that need servers."""

@@ -251,7 +251,7 @@ def test_without_torch_distributed_the_error_says_to_initialise_it():
 
 def test_attach_to_a_bare_module_without_torch_distributed_asks_for_ddp():
     with pytest.raises(TypeError, match=r"needs a torch\.nn\.parallel\.DistributedDataParallel, got Linear"):
-        commlib.attach(nn.Linear(4, 4), "onebit")  # type: ignore[arg-type]
+        commlib.attach(nn.Linear(4, 4), "onebit")
 
 
 # -- ranks that disagree ---------------------------------------------------------------------------

@@ -145,7 +145,7 @@ def test_ranks_that_ask_for_different_collectives_are_refused_by_the_simulation(
     for rank, (grad, route) in enumerate(zip((a, b), routes, strict=True)):
         spec = LayerSpec.of(grad, "x")
         item = Item(spec, route.codec, grad, Memory({}, {}), Seeds(0, 0, "x"), Meter(grad.device), Memory({}, {}))
-        trips.append(route.carrier().rounds([item], World(rank, 2), None))
+        trips.append(EXCHANGES[route.exchange].rounds([item], World(rank, 2), None))
     with pytest.raises(ValueError, match="a real group would hang"):
         run(trips)
 

@@ -13,7 +13,8 @@ from commlib.attach import attach
 from commlib.checkpoint import merge_state_dicts
 from commlib.compressor import Compressor, LayerSpec, Memory, Slot
 from commlib.consistency import ASP, BSP, DTSSP, SSP, WSP, Consistency, Downpour
-from commlib.errors import CheckpointMismatch, CommlibError, MissingDependency, PeerLost, PlanMismatch
+from commlib.drift import check_replicas
+from commlib.errors import CheckpointMismatch, CommlibError, MissingDependency, PeerLost, PlanMismatch, ReplicasDiverged
 from commlib.feedback import ErrorFeedback
 from commlib.hook import HookState, hook
 from commlib.local.elastic import ElasticAveraging
@@ -61,6 +62,7 @@ __all__ = [
     "Plan",
     "PlanMismatch",
     "RateLimit",
+    "ReplicasDiverged",
     "Route",
     "Servers",
     "ShardedStep",
@@ -68,6 +70,7 @@ __all__ = [
     "Stats",
     "Topology",
     "attach",
+    "check_replicas",
     "hook",
     "make",
     "merge_state_dicts",

@@ -77,11 +77,11 @@ def compared(module: nn.Module) -> dict[str, Tensor]:
         TypeError: one is a DTensor: of this, ranks hold parts.
     """
     ignored = getattr(module, "parameters_to_ignore", ()) if isinstance(module, DistributedDataParallel) else ()
-    found = {n: p.detach() for n, p in inside(module).named_parameters() if n not in ignored}
+    found = {n: p for n, p in inside(module).named_parameters() if n not in ignored}
     for name, p in found.items():
         if hasattr(p, "full_tensor"):
             raise TypeError(f"{name} is a DTensor, of which each rank holds a part: there are no replicas to compare")
-    return found
+    return dict(found)
 
 
 def checksum(values: Tensor) -> Tensor:

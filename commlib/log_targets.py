@@ -162,7 +162,7 @@ def scalars(entry: Entry) -> Iterator[tuple[str, float]]:
 def _last_byte(path: Path) -> bytes:
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
-        return file.read()
+        return file.read(1)
 
 
 def _finite(value: Any) -> Any:

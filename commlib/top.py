@@ -19,6 +19,10 @@ AT_LEAST = 10.0
 """and for so many seconds."""
 
 
+_OF_BEGIN = ("rank", "ranks", "step", "every")
+_OF_STEP = ("step", "steps", "skipped", "seconds", "bytes", "exposed_ms")
+
+
 @dataclasses.dataclass
 class Account:
     """Of one rank: what its file says by now. A run that was resumed goes on in its file, and its last part counts.
@@ -65,6 +69,7 @@ class Account:
     def _take(self, entry: dict[str, Any]) -> None:
         kind = entry["kind"]
         if kind == "begin" and entry["commlib"] == VERSION:
+            _check(entry, _OF_BEGIN)
             fresh = Account(begun=entry, routes=dict(entry["plan"]), strange=self.strange)
             vars(self).update(vars(fresh))
         elif not self.begun:
@@ -77,6 +82,7 @@ class Account:
             self.ended = True
 
     def _step(self, entry: dict[str, Any]) -> None:
+        _check(entry, _OF_STEP)
         layers = entry["layers"].items()
         errors = {name: held["error"] for name, held in layers if held["error"] is not None}
         self.residuals = {name: held["residual"] for name, held in layers}
@@ -86,6 +92,13 @@ class Account:
         self.routes |= {c["layer"]: c["to"] for c in entry["changes"]}
         self.skipped += entry["skipped"]
         self.last = entry
+
+
+def _check(entry: Mapping[str, Any], numbers: Iterable[str]) -> None:
+    """Raises KeyError or TypeError if these are not in it, or are no numbers."""
+    for name in numbers:
+        if not isinstance(entry[name], int | float):
+            raise TypeError(f"{name} is no number: {entry[name]!r}")
 
 
 def picture(accounts: Sequence[tuple[Account, float]], layers: int = 5, changes: int = 5) -> dict[str, Any]:
@@ -113,7 +126,7 @@ def _row(account: Account, age: float) -> dict[str, Any]:
     steps, seconds = last.get("steps", 0), last.get("seconds", 0.0)
     return {
         "rank": begun["rank"],
-        "host": begun["host"],
+        "host": begun.get("host"),
         "step": account.step,
         "steps_per_s": steps / seconds if seconds else None,
         "bytes_per_step": last["bytes"] / steps if steps else None,
@@ -169,11 +182,11 @@ def _notes(known: Sequence[tuple[Account, float]]) -> list[str]:
             usual = f", which it did every {account.last['seconds']:.3g} s" if account.last else " at all"
             rank, at = account.begun["rank"], account.step
             notes.append(f"rank {rank} stands still at step {at}: it has written nothing for {age:.0f} s{usual}")
-    at = {a.begun["rank"]: a.step for a, _ in running}
+    steps = {a.begun["rank"]: a.step for a, _ in running}
     between = max((a.begun["every"] for a, _ in running), default=0)
-    if at and max(at.values()) - min(at.values()) > between:  # by one entry they may be apart at any moment
+    if steps and max(steps.values()) - min(steps.values()) > between:  # by one entry they may be apart at any moment
         by_step: dict[int, list[int]] = {}
-        for rank, step in at.items():
+        for rank, step in steps.items():
             by_step.setdefault(step, []).append(rank)
         notes.append(
             "ranks are at different steps: " + "; ".join(f"{_ranks(r)} at {s}" for s, r in sorted(by_step.items()))

@@ -79,7 +79,8 @@ def top(
         raise ValueError(f"--every must be a number of seconds > 0, got {every}")
     if layers < 0:
         raise ValueError(f"--layers must not be negative, got {layers}")
-    tails = Tails(paths or [Path()])
+    places = paths or [Path()]
+    tails = Tails(places)
 
     def now() -> dict[str, Any]:
         accounts, notes = tails.read()
@@ -90,7 +91,7 @@ def top(
         seen = now()
         if not seen["ranks"]:
             said = "; ".join(seen["notes"]) or "there is no .jsonl file in it"
-            raise ValueError(f"no log in {', '.join(map(str, paths or ['this folder']))}: {said}")
+            raise ValueError(f"no log in {', '.join(map(str, paths)) if paths else 'this folder'}: {said}")
         if json:
             print(_json.dumps(seen, indent=2))
         else:
@@ -126,16 +127,16 @@ def view(seen: Mapping[str, Any], width: int) -> RenderableType:
     else:
         parts.append(Text("no rank has written anything yet"))
     if seen["layers"]:
-        parts += ["", _table(_LAYERS, seen["layers"], width)]
+        parts += [Text(), _table(_LAYERS, seen["layers"], width)]
     if seen["changes"]:
-        parts += ["", _table(_CHANGES, seen["changes"], width)]
+        parts += [Text(), _table(_CHANGES, seen["changes"], width)]
     parts += [Text(f"\n! {note}", style="bold") for note in seen["notes"]]
     return Group(*parts)
 
 
 def _table(columns: tuple[_Column, ...], rows: list[dict[str, Any]], width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
-    room, shown = width, []
+    room, shown = width, list[tuple[_Column, list[str]]]()
     for column in columns:
         cells = [column.show(row) for row in rows]
         needed = max(len(column.head), min(column.width, max(map(len, cells)))) + 3
@@ -146,8 +147,8 @@ def _table(columns: tuple[_Column, ...], rows: list[dict[str, Any]], width: int)
     for column, _ in shown:
         words = column.head in _WORDS
         table.add_column(column.head, justify="left" if words else "right", no_wrap=True, overflow="ellipsis")
-    for cells in zip(*(cells for _, cells in shown), strict=True):
-        table.add_row(*map(Text, cells))
+    for row in zip(*(cells for _, cells in shown), strict=True):
+        table.add_row(*map(Text, row))
     return table
 
 

@@ -54,7 +54,7 @@ def test_it_is_what_the_payload_lacks_of_gradient_and_residual(spec: str, dtype:
         held = said[SPEC.name]
         assert held.error == pytest.approx(by_payload, rel=1e-4)
         assert total(said) == pytest.approx(by_payload, rel=1e-4)
-        ((_, key, residual),) = [h for h in layer.store.held() if h[1] == "residual"]
+        ((_, _, residual),) = [h for h in layer.store.held() if h[1] == "residual"]
         assert held.residual == pytest.approx(float(residual.norm()), rel=1e-5)
 
 
@@ -124,7 +124,8 @@ def test_what_an_owner_holds_of_the_mean_is_told_apart_and_a_gradient_of_zeros_h
     memory.new["residual"].zero_()
     owner.new["residual"].fill_(2.0)
     store.commit()
-    assert gauge.read(1) == {SPEC.name: Held(0.0, pytest.approx(2 * 480**0.5), 0.0, 0.0)}
+    (held,) = gauge.read(1).values()
+    assert held == pytest.approx((0.0, 2 * 480**0.5, 0.0, 0.0))
 
 
 def test_layers_add_up_by_their_norms() -> None:

@@ -28,7 +28,7 @@ def attach(ddp: DistributedDataParallel, compressor: Rules | Policy | Plan = _EX
         **options: those of :class:`HookState`.
 
     Returns:
-        The hook's state: ``plan``, ``stats()``, ``trace()``, ``state_dict()``, ``load_state_dict()``.
+        The hook's state: ``plan``, ``stats()``, ``trace()``, ``log_to()``, ``state_dict()``, ``load_state_dict()``.
 
     Raises:
         TypeError: not a DDP model.

@@ -29,6 +29,7 @@ from commlib.recording import Traceable
 from commlib.route import Plan
 from commlib.setup import check_numbers
 from commlib.stats import PHASES, Meter, Stats
+from commlib.steps import Steps
 
 _log = logging.getLogger("commlib")
 VERSION = 1
@@ -40,6 +41,7 @@ class Loggable(Traceable):
 
     world: World
     _plan: Plan
+    _steps: Steps
     _gauge: Gauge
     _device: torch.device
     _logging: Log | None = None
@@ -156,7 +158,8 @@ class Log:
         """Ends it, with an entry of what came since the last one; again: nothing."""
         what = self._what()
         if what is not None and self.running:
-            if self._steps:
+            # after an error there may be a step under way that nobody will end: nothing is waited for here
+            if self._steps and all(bucket.done() for bucket in what._steps.under_way()):
                 self._entry(what, what.stats())
             what._logging, what._gauge.on = None, False
         self._ended()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Join
 
 import commlib
 from commlib.errors import ReplicasDiverged
@@ -24,7 +25,7 @@ from commlib.log import changes
 from commlib.log_targets import LogFailed
 from commlib.route import make_plan
 from fleet import Fleet
-from toy import Trainer, train_poisoned
+from toy import Trainer, batch, torchrun, train_poisoned
 
 EVERY, STEPS = 4, 10
 
@@ -314,3 +315,75 @@ def test_a_log_keeps_nobody_alive_and_ends_with_whom_it_is_of(fleet: Fleet, tmp_
     assert fleet.run(1, forgotten, str(tmp_path)) == [True]
     assert [json.loads(x)["kind"] for x in (tmp_path / "other.jsonl").read_text().splitlines()] == ["begin", "end"]
     assert [e["step"] for e in entries(tmp_path, 0)] == [2]
+
+
+def interrupted(world: World, folder: str) -> None:
+    trainer = Trainer(world, "onebit")
+    log = trainer.comm.log_to(f"{folder}/run.jsonl", every=2)
+    trainer.train(3)
+    trainer.comm._steps.begin(remembers=True)
+    trainer.comm._steps.submitted(torch.futures.Future(), last=True)  # of a rank that is gone: it is never done
+    log.stop()
+    trainer.close()
+
+
+def test_a_log_that_ends_in_the_middle_of_an_exchange_does_not_wait_for_it(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.run(1, interrupted, str(tmp_path), deadline=60.0)
+    assert [e["step"] for e in entries(tmp_path, 0)] == [2]
+    assert len(entries(tmp_path, 0, "end")) == 1
+
+
+def by_nodes(world: World, folder: str) -> None:
+    with torchrun(world, 2):
+        trainer = Trainer(world, "onebit", hierarchy=True, check_replicas=3)
+    with trainer.comm.log_to(f"{folder}/run.jsonl", every=2):
+        trainer.train(4)
+    trainer.close()
+
+
+@pytest.mark.slow
+def test_under_a_hierarchy_residuals_are_known_and_errors_are_not(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.run(4, by_nodes, str(tmp_path))
+    for rank in range(4):
+        steps = entries(tmp_path, rank)
+        assert [(e["step"], e["checked"]) for e in steps] == [(2, None), (4, 2)]
+        for e in steps:
+            assert e["error"] is None
+            assert e["layers"]["0.weight"]["error"] is None
+            assert e["layers"]["0.weight"]["residual"] > 0
+
+
+def scaled(world: World, folder: str) -> None:
+    for scale in (1.0, 1024.0):
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2) if scale > 1 else None
+        trainer = Trainer(world, "onebit", scaler=scaler)
+        with trainer.comm.log_to(f"{folder}/run.jsonl", every=3):
+            trainer.train(6)
+        trainer.close()
+
+
+def test_a_loss_scale_that_moves_changes_nothing_of_what_is_said(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.run(2, scaled, str(tmp_path))
+    for rank in range(2):
+        one, two, three, four = entries(tmp_path, rank)
+        for plain, amp in ((one, three), (two, four)):
+            assert amp["error"] == pytest.approx(plain["error"], rel=1e-4)
+            for name, held in plain["layers"].items():
+                assert amp["layers"][name] == pytest.approx(held, rel=1e-4)
+
+
+def uneven(world: World, folder: str) -> None:
+    trainer = Trainer(world, "onebit")
+    with trainer.comm.log_to(f"{folder}/run.jsonl", every=2), Join([trainer.ddp]):
+        for step in range(2 + 4 * world.rank):
+            x, y = batch(world, step)
+            trainer.optimizer.zero_grad()
+            nn.functional.cross_entropy(trainer.ddp(x), y).backward()
+            trainer.optimizer.step()
+    trainer.close()
+
+
+def test_a_rank_that_has_joined_logs_its_own_steps_only(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.run(2, uneven, str(tmp_path))
+    assert [e["step"] for e in entries(tmp_path, 0)] == [2]
+    assert [e["step"] for e in entries(tmp_path, 1)] == [2, 4, 6]

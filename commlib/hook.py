@@ -62,14 +62,13 @@ class HookState(Loggable):
         hierarchy: True (nodes by torchrun's environment) or a DeviceMesh of dimensions (nodes, local): gradients are
             summed inside a node, and routes go between nodes (docs/hierarchy.md). None: flat.
         servers: for the route ``push_pull``: ``"HOST:PORT"``, ``"embedded"`` or a :class:`Servers` (docs/server.md).
-        check_replicas: compare all ranks' parameters, bit for bit, every so many steps (docs/watching.md); 0: never.
+        check_replicas: every so many steps compare all ranks' parameters, bit for bit; a backward pass may raise
+            ReplicasDiverged then, on all ranks (docs/watching.md). 0: never.
 
     Raises:
         ValueError, TypeError: a bad option, rule or model.
         PlanMismatch: another rank attached something else; every rank raises it.
         PeerLost: a rank did not come in time.
-
-    With ``check_replicas`` a backward pass may raise ReplicasDiverged, on every rank.
     """
 
     def __init__(
@@ -206,7 +205,6 @@ class HookState(Loggable):
         self._throttle.close()
         self._sequencer.close()
         self._end_trace()
-        self._end_log()
         if self._servers is not None:
             self._servers.close()
 

@@ -121,7 +121,9 @@ class Loggable(Traceable):
     def _meanwhile(self) -> None:
         raise NotImplementedError
 
-    def _end_log(self) -> None:
+    def _end_trace(self) -> None:
+        """Ends a log, too."""
+        super()._end_trace()
         if self._logging is not None:
             self._logging.stop()
 

@@ -14,7 +14,8 @@ from commlib.checkpoint import merge_state_dicts
 from commlib.compressor import Compressor, LayerSpec, Memory, Slot
 from commlib.consistency import ASP, BSP, DTSSP, SSP, WSP, Consistency, Downpour
 from commlib.dcp import read_state
-from commlib.errors import CheckpointMismatch, CommlibError, MissingDependency, PeerLost, PlanMismatch
+from commlib.drift import check_replicas
+from commlib.errors import CheckpointMismatch, CommlibError, MissingDependency, PeerLost, PlanMismatch, ReplicasDiverged
 from commlib.feedback import ErrorFeedback
 from commlib.hook import HookState, hook
 from commlib.local.elastic import ElasticAveraging
@@ -62,6 +63,7 @@ __all__ = [
     "Plan",
     "PlanMismatch",
     "RateLimit",
+    "ReplicasDiverged",
     "Route",
     "Servers",
     "ShardedStep",
@@ -69,6 +71,7 @@ __all__ = [
     "Stats",
     "Topology",
     "attach",
+    "check_replicas",
     "hook",
     "make",
     "merge_state_dicts",

@@ -39,7 +39,7 @@ def attach(model: Any, compressor: Rules | Policy | Plan = _EXACT, **options: An
         **options: those of :class:`HookState`.
 
     Returns:
-        The hook's state: ``plan``, ``stats()``, ``trace()``, ``state_dict()``, ``load_state_dict()``.
+        The hook's state: ``plan``, ``stats()``, ``trace()``, ``log_to()``, ``state_dict()``, ``load_state_dict()``.
 
     Raises:
         TypeError: neither a DDP model nor one of FSDP2.

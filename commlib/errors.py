@@ -10,8 +10,10 @@
             ├── PeerLost               a rank did not answer, or left, before the deadline
             ├── ProtocolError          what a peer sent is not what was agreed on
             ├── AuthenticationError    a key that is missing, not allowed, or readable by others
+            ├── ReplicasDiverged       ranks hold other values of a parameter than others
             ├── CheckpointMismatch     a checkpoint that does not fit this model or set-up
             ├── MissingDependency      an optional package is needed; the message says what to install
+            ├── LogFailed              a log that cannot be begun (commlib.log_targets)
             ├── SnapshotFailed         a snapshot that cannot be written, or read (commlib.server.snapshot)
             └── TraceFailed            a trace that cannot be written, or merged (commlib.trace)
 
@@ -21,7 +23,7 @@ A message names what was wrong, what is known, and what to do.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class CommlibError(RuntimeError):
@@ -48,6 +50,25 @@ class ProtocolError(CommlibError):
 
 class AuthenticationError(CommlibError):
     """A key that is missing, that a peer does not allow, or that others may read."""
+
+
+class ReplicasDiverged(CommlibError):
+    """Ranks hold other values of a parameter than others.
+
+    Attributes:
+        layer: the first such parameter, in the model's order.
+        layers: all of them.
+        holders: the ranks that hold the same values of it, most ranks first; lists of ranks.
+        step: how many steps had been taken; None where nobody counts them.
+    """
+
+    def __init__(self, message: str, layers: Sequence[str], holders: Sequence[Sequence[int]], step: int | None) -> None:
+        super().__init__(message)
+        self.layer, self.layers = layers[0], list(layers)
+        self.holders, self.step = [list(ranks) for ranks in holders], step
+
+    def __reduce__(self) -> tuple[type[ReplicasDiverged], tuple[object, ...]]:
+        return type(self), (str(self), self.layers, self.holders, self.step)
 
 
 class CheckpointMismatch(CommlibError):

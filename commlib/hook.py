@@ -18,6 +18,7 @@ from commlib.factors.layers import FactorLayers
 from commlib.groups import check_limit, deadline, group_of, join_servers, limited, make_sequencer, scopes, sibling
 from commlib.handshake import agree, answer_roll_call, meeting_place, publish_failure
 from commlib.levels import find, fit
+from commlib.log import Loggable
 from commlib.lookout import Buckets, Fence, Lookout, visible
 from commlib.loss_scale import LossScale
 from commlib.manager.board import Board
@@ -27,7 +28,6 @@ from commlib.memory import MemoryStore
 from commlib.model import inside, name_of, trained_parameters
 from commlib.pace import RateLimit
 from commlib.policy import Exact, Policy
-from commlib.recording import Traceable
 from commlib.route import Plan, Rules
 from commlib.servers import Servers
 from commlib.setup import Setup, check_numbers
@@ -37,7 +37,7 @@ from commlib.steps import Steps
 from commlib.warm import warm
 
 
-class HookState(Traceable):
+class HookState(Loggable):
     """The state of commlib's DDP communication hook: plan, residuals, statistics.
 
     ``commlib.attach(ddp, …)`` makes one and registers it; in PyTorch's own style::
@@ -62,6 +62,8 @@ class HookState(Traceable):
         hierarchy: True (nodes by torchrun's environment) or a DeviceMesh of dimensions (nodes, local): gradients are
             summed inside a node, and routes go between nodes (docs/hierarchy.md). None: flat.
         servers: for the route ``push_pull``: ``"HOST:PORT"``, ``"embedded"`` or a :class:`Servers` (docs/server.md).
+        check_replicas: every so many steps compare all ranks' parameters, bit for bit; a backward pass may raise
+            ReplicasDiverged then, on all ranks (docs/watching.md). 0: never.
 
     Raises:
         ValueError, TypeError: a bad option, rule or model.
@@ -83,12 +85,13 @@ class HookState(Traceable):
         limit: RateLimit | str | None = None,
         hierarchy: Any = None,
         servers: Servers | str | None = None,
+        check_replicas: int = 0,
     ) -> None:
         self._group = group_of(module, process_group)
         self.world = World(dist.get_rank(self._group), dist.get_world_size(self._group))
         self._key = meeting_place(self._group, self.world)
         try:
-            check_numbers(timeout, dense_steps=dense_steps, min_size=min_size, seed=seed)
+            check_numbers(timeout, dense_steps=dense_steps, min_size=min_size, seed=seed, check_replicas=check_replicas)
             limit, servers = RateLimit.of(limit), Servers.of(servers, limited=limit is not None)
             self._levels, about = find(hierarchy, self._group, self._key, self.world, timeout)
             setup = Setup.of(module, self._group, compressor, min_size, self._levels, servers)
@@ -107,6 +110,7 @@ class HookState(Traceable):
             publish_failure(self._group, self._key, self.world, e)
             raise
         kept |= {"scaler": None if scaler is None else "given", "limit": limit, "servers": servers}
+        kept |= {"check_replicas": check_replicas}
         agree(self._group, self._key, setup.terms(self._factors, kept), self.world, timeout)
         self._names = {id(p): n for n, p in trained_parameters(inside(module)).items()}
         self._dense_steps, self._shadow, self._lost_key = dense_steps, False, f"{self._key}/lost"
@@ -128,6 +132,7 @@ class HookState(Traceable):
                 probe = Probe(own, self.world, setup.device, limit, self._levels, self._sequencer.groups())
                 self._manager = Manager(setup, self._factors, board, probe, self.world, self._sorter.meters, about)
         self._traces(module, self.world.rank, self._sequencer, self._steps, self._manager)
+        self._shows(module, self._group, self._lost_key, setup.device, self._sorter.gauge, check_replicas)
 
     def follow(self, ddp: DistributedDataParallel) -> None:
         """Have this DDP model exchange by this state: it gets the hook as soon as there is something for that to do.
@@ -196,7 +201,7 @@ class HookState(Traceable):
         self._steps.discard()
 
     def close(self) -> None:
-        """Ends the hook's threads, and a trace; leaves servers. (A further backward pass would start threads again.)"""
+        """Ends threads, trace and log; leaves servers. (A further backward pass would start threads again.)"""
         self._throttle.close()
         self._sequencer.close()
         self._end_trace()
@@ -223,12 +228,14 @@ class HookState(Traceable):
 
     def _exchanged(self, ended: float, buckets: Buckets) -> None:
         """That exchange is through."""
+        self._waited_since(ended)
         if self._factors is not None:
             self._factors.end_step()
         if self._manager is not None:
             self._manager.saw(ended, buckets)
             self._replan()
         self._hook_if_needed()
+        self._exchanged_all(self._steps.count, joined=False)
 
     def _hook_if_needed(self) -> None:
         if self._lookout is not None and not self._idle():
@@ -288,6 +295,7 @@ class HookState(Traceable):
         """Between two steps: routes may change now. (A rank that has joined comes here once it has issued its part.)"""
         if self._steps.complete:
             self._replan()
+            self._exchanged_all(self._steps.count, joined=self._shadow)
 
     def _replan(self) -> None:
         """An exchange has come through: the manager may have another plan."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
@@ -139,6 +139,13 @@ class MemoryStore:
         for pair in self._pending:
             pair.written = False
         self._pending = []
+
+    def held(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Layer, slot and committed values of all that is held back; in units of ``unit``, and not copied."""
+        for name, layer in self._pairs.items():
+            for key, pair in layer.items():
+                if pair.slot.role == "pending" and pair.filled[pair.live]:
+                    yield name, key, pair.tensors[pair.live]
 
     def rescale(self, unit: float) -> None:
         """Brings all values in gradient units to a new loss scale (exact for powers of two)."""

@@ -19,6 +19,7 @@ from typing import Protocol
 from torch import nn
 
 from commlib.passes import TRACK, Passes
+from commlib.profiled import within
 from commlib.trace import NONE, Trace, TraceFailed
 
 _log = logging.getLogger("commlib")
@@ -62,7 +63,7 @@ class Traceable:
         if self._recording is not None and self._recording.running:
             raise ValueError(f"{self._recording.path} is being recorded: stop() that before another one begins")
         trace = Trace(self._rank)
-        self._recording = Recording(self, _own(path, self._rank), trace, self._traced_module())
+        self._recording = Recording(self, own_path(path, self._rank), trace, self._traced_module())
         self._record(trace)
         return self._recording
 
@@ -79,7 +80,7 @@ class Traceable:
 
     def _waiting(self) -> contextlib.AbstractContextManager[None]:
         """While the thread that trains waits for what is exchanged."""
-        return self._trace.measure(TRACK, "wait")
+        return within(self._trace.measure(TRACK, "wait"), "wait", "for what is exchanged")
 
     def _end_trace(self) -> None:
         """For who closes, and has more to end than this: a file that cannot be written is only logged."""
@@ -144,7 +145,7 @@ def _nothing() -> None:
     return None
 
 
-def _own(path: str | os.PathLike[str], rank: int) -> Path:
+def own_path(path: str | os.PathLike[str], rank: int) -> Path:
     """A rank's file; wherever the process goes meanwhile."""
     named = Path(os.fspath(path).replace("{rank}", str(rank))).absolute()
     shared = rank and "{rank}" not in os.fspath(path)

@@ -18,6 +18,7 @@ from commlib.exchange.item import Item, Seeds, SharedMeters, World
 from commlib.exchange.parts import Routes, in_parts
 from commlib.exchange.riders import riding
 from commlib.factors.layers import FactorLayers
+from commlib.gauge import Gauge
 from commlib.hierarchy import Hierarchy, share
 from commlib.levels import two_levels
 from commlib.memory import MemoryStore
@@ -41,6 +42,7 @@ class Sorter:
 
     Attributes:
         meters: of the parameters, by name.
+        gauge: of what is not sent.
     """
 
     def __init__(
@@ -56,9 +58,10 @@ class Sorter:
     ) -> None:
         self._specs = {s.name: s for s in specs}
         self._world, self._levels, self._store, self._steps = world, levels, store, steps
+        self.gauge = Gauge(store)
         self._shared = SharedMeters()
         self._plain = PlainBuckets(self._shared)
-        self.meters = {s.name: Meter(s.device) for s in specs}
+        self.meters = {s.name: Meter(s.device, s.name) for s in specs}
         self._nodes = world.size if levels is None else levels.inter.size
         self._dense_steps, self._seed = dense_steps, seed
         self._arenas: dict[tuple[str, int], Arena] = {}
@@ -156,5 +159,7 @@ class Sorter:
             trip = factors.trip(spec.layer)
         if self._store.drain(spec, grad, self._world.size, self._nodes) and trip is not None:
             trip.late = True  # what was added is in no rows
+        if self.gauge.on:
+            self.gauge.note(name, codec, grad, memory, self._steps.count)
         seeds = Seeds(self._seed, self._steps.count, name)
         return Item(spec, codec, grad, memory, seeds, meter, owner, trip, self._arena(name, 0))

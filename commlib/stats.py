@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from commlib.profiled import within
+
 PHASES = ("compress", "wire", "decompress")
 
 
@@ -85,9 +87,15 @@ class Stats:
 
 class Meter:
     """Counts for one layer, or for a bucket of which layers have shares. On CUDA the phases are timed by events, read
-    only when asked for."""
+    only when asked for.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: where it is exchanged.
+        label: whose it is, for a profiler.
+    """
+
+    def __init__(self, device: torch.device, label: str = "") -> None:
+        self.label = label
         self._sent = self._dense = 0.0
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._shares: list[tuple[Meter, float]] = []
@@ -98,14 +106,19 @@ class Meter:
     @classmethod
     def of_all(cls, device: torch.device, parts: Sequence[tuple[Meter, int]]) -> Meter:
         """One count for many layers, in which each has a share by its number of values."""
-        whole, values = cls(device), sum(n for _, n in parts) or 1
+        labels = dict.fromkeys((parts[0][0].label, parts[-1][0].label)) if parts else ()
+        whole, values = cls(device, " … ".join(labels)), sum(n for _, n in parts) or 1
         for meter, n in parts:
             meter.has_share(whole, n / values)
         return whole
 
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Adds the time spent inside to a phase, which a profiler sees."""
+        return within(self.timed(name), name, self.label)
+
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Adds the time spent inside to a phase."""
+    def timed(self, name: str) -> Iterator[None]:
+        """The same, unseen."""
         if not self._cuda:
             start = time.perf_counter()
             yield

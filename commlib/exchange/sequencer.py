@@ -53,6 +53,7 @@ from torch import Tensor
 
 from commlib.collective import Collective, Scope, scope_of
 from commlib.exchange.trip import Trip, through
+from commlib.profiled import ranged
 from commlib.trace import NONE, Trace
 
 
@@ -146,8 +147,9 @@ class Sequencer:
         self._issue(trip, [collective], 0)
         for work, _, start in trip.works:
             try:
-                while not through(work, every):
-                    meanwhile()
+                with ranged("wire", label):
+                    while not through(work, every):
+                        meanwhile()
             except Exception as e:
                 self._fail(trip, e)
                 break
@@ -219,7 +221,8 @@ class Sequencer:
         works, trip.works = trip.works, []
         for work, collective, start in works:
             try:
-                work.wait()
+                with ranged("wire", trip.label):
+                    work.wait()
             except Exception as e:
                 self._fail(trip, e)
                 return

@@ -48,7 +48,7 @@ class Traffic:
         self._group, self._lost_key, self._world, self._seed = group, f"{key}/lost", world, seed
         self._buckets, self.device = buckets, device
         self.store = MemoryStore()
-        self.meters = {cut.spec.name: Meter(device) for cuts in buckets for cut in cuts}
+        self.meters = {cut.spec.name: Meter(device, cut.spec.name) for cuts in buckets for cut in cuts}
         self._arenas = {cut.spec.name: (Arena(), Arena()) for cuts in buckets for cut in cuts}
         self._under_way: list[torch.futures.Future[Tensor]] = []
         lanes: list[tuple[Any, ...]] = [("world",)]

@@ -47,3 +47,14 @@ def test_a_limited_job_keeps_its_limit_beside_a_neighbour() -> None:
     for seconds, job, neighbour in found:
         assert 0 < float(job) <= 20 + 8e-6 * 125_000 / float(seconds)  # the usual burst
         assert float(neighbour) > 20
+
+
+def test_fsdp2_with_gradients_by_onebit_is_at_its_loss_with_a_fraction_of_the_bytes() -> None:
+    pytest.importorskip("sklearn")
+    lines = run("fsdp_digits.py", "none", "onebit", "int8+int8").splitlines()
+    found = {line.split(":")[0].strip(): [float(n) for n in re.findall(r"[\d.]+(?=[ ,;])", line)] for line in lines}
+    plain, onebit, int8 = (found[k] for k in ("none", "onebit", "int8+int8"))
+    assert onebit[0] < 1.01 * plain[0]
+    assert onebit[2] > 4
+    assert abs(int8[0] / plain[0] - 1) < 0.03
+    assert min(int8[2:4]) > 3.5

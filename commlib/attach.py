@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from commlib.door import check_free
 from commlib.handshake import publish_absence
 from commlib.hook import HookState
-from commlib.model import check_ddp
 from commlib.policy import Exact, Policy
 from commlib.route import Plan, Rules
 
 _EXACT = Exact()
-_attached: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def attach(ddp: DistributedDataParallel, compressor: Rules | Policy | Plan = _EXACT, **options: Any) -> HookState:
     """Compresses the gradient exchange of a DDP model from now on. Collective.
 
     Args:
-        ddp: a DistributedDataParallel without a communication hook.
+        ddp: a DistributedDataParallel without a communication hook, or one that was detached.
         compressor: see :class:`HookState`. By default commlib chooses, layer by layer, the fastest route that loses
             nothing on this link; ``"none"`` is dense throughout, and equals plain DDP bit for bit.
         **options: those of :class:`HookState`.
@@ -32,16 +30,14 @@ def attach(ddp: DistributedDataParallel, compressor: Rules | Policy | Plan = _EX
 
     Raises:
         TypeError: not a DDP model.
-        ValueError: a hook is registered already; and whatever :class:`HookState` raises.
+        ValueError: commlib is attached already, or a hook of somebody else is registered; and whatever
+            :class:`HookState` raises.
     """
     try:
-        check_ddp(ddp)
-        if ddp in _attached:
-            raise ValueError("this DDP model is attached already: go on with what attach() returned, or wrap it anew")
+        check_free(ddp)
     except (TypeError, ValueError) as e:
         publish_absence(getattr(ddp, "process_group", options.get("process_group") or dist.group.WORLD), e)
         raise
     state = HookState(ddp, compressor, **options)
     state.follow(ddp)
-    _attached.add(ddp)
     return state

@@ -112,6 +112,11 @@ def from_state(
     return int(state["step"])
 
 
+def needed_slots(plan: Plan, world: World, hierarchy: Hierarchy | None) -> dict[str, set[str]]:
+    """Layer → the slots that its routes ask for, on this rank."""
+    return {p.spec.name: set(_expected(p, share(p.route, p.spec, world, hierarchy))) for p in plan}
+
+
 _Entry = tuple[str, str, Slot, Tensor, int]  # layer, key, slot, value, first row
 
 

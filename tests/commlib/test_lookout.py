@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from heads import head
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ import commlib
 from commlib.exchange.item import World
 from commlib.lookout import handed_over
 from fleet import Fleet
-from toy import Trainer, owed, same_everywhere
+from toy import Trainer, head, owed, same_everywhere
 
 NAMES = st.lists(st.sampled_from("abcdefgh"), unique=True, min_size=1)
 TIMES = st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0, 1e6))

@@ -106,6 +106,12 @@ def from_state(
         nodes = len(state["nodes"].split()) if "nodes" in state else 1
         old = [ranks[str(r)] for r in range(state["world_size"])]
         found = [entry for p in plan for entry in _carry_over(p, old, nodes, shares[p.spec.name])]
+    rows = sorted({name for name, *_ in found if plan.layers[name].spec.sparse})
+    if rows:
+        raise CheckpointMismatch(
+            f"the checkpoint holds back gradient of {rows[0]}, which is sparse here and has no fixed shape: send "
+            "it first (swap to 'none', and one step), or load with drop_residuals=True"
+        )
     store.clear()
     for name, key, slot, value, start in found:
         store.restore(name, key, slot, value.to(plan.layers[name].spec.device), start=start)

@@ -20,8 +20,9 @@ from commlib.hierarchy import Hierarchy
 from commlib.layer import LayerSpec
 from commlib.model import check_frozen_integers, inside, layer_specs, linear_layers, one_device
 from commlib.plan_file import pin
+from commlib.planning import make_plan
 from commlib.policy import Policy, policy_of
-from commlib.route import Plan, Route, Rules, make_plan
+from commlib.route import Plan, Route, Rules
 from commlib.servers import Servers
 
 

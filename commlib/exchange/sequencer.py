@@ -104,7 +104,7 @@ class Sequencer:
         if cuda:
             stream = self._stream(result.device)
             stream.wait_stream(torch.cuda.current_stream(result.device))
-            result.record_stream(stream)
+            (result._values() if result.is_sparse else result).record_stream(stream)
         self._start()
         with self._on_stream(result.device):
             self._advance(trip, 0)

@@ -79,7 +79,8 @@ class Manager:
 
     def bucket(self, parameters: Sequence[str]) -> None:
         """DDP hands over a bucket of these parameters."""
-        self._sheet.bucket(tuple(parameters))
+        if parameters[0] in self._model.unit_of:  # a sparse one is by itself, and has no choice of routes
+            self._sheet.bucket(tuple(parameters))
 
     def backward_ended(self) -> None:
         """But the exchange has not."""
@@ -129,6 +130,9 @@ class Manager:
         self._before = self._count, {name: _seconds(m) for name, m in self._meters.items()}
         layers = {}
         for name, p in now.layers.items():
+            if p.spec.sparse:
+                layers[name] = p
+                continue
             unit = self._model.unit_of[name]
             own = unit == name or p.spec.kind == "linear.weight"
             why = d.why.get(unit, "measuring") if own else "goes with its weight"

@@ -71,8 +71,8 @@ def accumulated(ddp: DistributedDataParallel, world: World, step: int, **options
 
 def as_plain(world: World, rule: Any, style: str, wrap: dict[str, Any]) -> dict[str, Any]:
     """Gradients after detach() beside those of a DDP model that never had anything attached."""
-    # Rows make a linear layer's parameters ready in another order, by which DDP fills its buckets; and a value's place in
-    # a bucket decides in which order those of three ranks are added.
+    # Rows make a linear layer's parameters ready in another order, by which DDP fills its buckets; and where a value is
+    # in its bucket decides in which order those of three ranks are added.
     exact = rule != "factors" or world.size == 2
     make = TwoBranches if "find_unused_parameters" in wrap else model
     ours, plain = (DistributedDataParallel(make(), **{"bucket_cap_mb": 0.005, **wrap}) for _ in range(2))

@@ -109,13 +109,13 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
-def sparse_weights(module: nn.Module) -> dict[str, nn.Parameter]:
+def sparse_weights(module: nn.Module) -> dict[str, Tensor]:
     """Name → parameter for the trained weights of embeddings with ``sparse=True``: their gradients are sparse.
 
     Raises:
         ValueError: others use one of them, too: then its gradient is sparse in part only.
     """
-    found = {}
+    found: dict[str, Tensor] = {}
     uses = collections.Counter(id(p) for m in module.modules() for p in m._parameters.values() if p is not None)
     tables = [(n, m) for n, m in module.named_modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
     alike = collections.Counter(id(m.weight) for _, m in tables)

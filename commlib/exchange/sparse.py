@@ -70,7 +70,7 @@ def _one(item: Item, world: World) -> Rounds:
     lengths: list[int] = counts.tolist()
     packings = [_packing(item, n, kind) for n in lengths]
     total = max(packing.total for packing in packings)
-    item.meter.would_gather(max(lengths) * (indices.itemsize + values[:1].nbytes) + _COUNT, world.size)
+    item.meter.would_gather(max(lengths) * (indices.itemsize + of_rows(item.spec, 1).nbytes) + _COUNT, world.size)
     payload = torch.zeros(total, dtype=torch.uint8, device=device)
     with item.meter.phase("compress"):
         places, coded = packings[world.rank].slices(payload)

@@ -2,52 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
-import torch.distributed as dist
 
 import commlib
 from commlib.exchange.item import World
 from fleet import Fleet
 from toy import PAIRS, Trainer, same_everywhere, through_delays
-
-
-@contextmanager
-def counted(world: World) -> Iterator[list[float]]:
-    """Counts, at the process group's own methods, what a ring (or pairwise sends) puts on the wire.
-
-    A list to be added up, for lanes issue from threads of their own: `+=` would lose some of it.
-    """
-    sent: list[float] = []
-    group = dist.ProcessGroup
-    originals = {name: group.__dict__[name] for name in ("allreduce", "_allgather_base", "alltoall_base")}
-
-    def bound(self, name):
-        return originals[name].__get__(self, type(self))
-
-    def allreduce(self, tensors, *args):
-        sent.append(2 * (world.size - 1) / world.size * sum(t.nbytes for t in tensors))
-        return bound(self, "allreduce")(tensors, *args)
-
-    def allgather(self, out, tensor, *args):
-        assert out.nbytes == world.size * tensor.nbytes
-        sent.append((world.size - 1) * tensor.nbytes)
-        return bound(self, "_allgather_base")(out, tensor, *args)
-
-    def alltoall(self, out, tensor, out_splits, splits, *args):
-        sent.append(tensor.nbytes * (1 - splits[world.rank] / sum(splits)))
-        return bound(self, "alltoall_base")(out, tensor, out_splits, splits, *args)
-
-    for name, replacement in zip(originals, (allreduce, allgather, alltoall), strict=True):
-        setattr(group, name, replacement)
-    try:
-        yield sent
-    finally:
-        for name, original in originals.items():
-            setattr(group, name, original)
+from wires import counted
 
 
 def fifty_steps(world: World, pairs: list[str]) -> dict[str, tuple[bool, bool, float, float, float]]:

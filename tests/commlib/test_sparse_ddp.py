@@ -304,7 +304,7 @@ def test_under_a_grad_scaler_steps_are_skipped_as_by_plain_ddp(fleet: Fleet, rul
     for same, everywhere, skipped, finite in fleet.run(2, scaled, rule):
         assert same is (rule == "none")
         assert everywhere
-        assert skipped > 0
+        assert (skipped > 0) is (rule == "onebit")  # by plain routes nobody needs to look
         assert finite
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import weakref
 from typing import TYPE_CHECKING, Any, overload
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commlib.door import check_free
 from commlib.fsdp.units import is_sharded
 from commlib.handshake import publish_absence
 from commlib.hook import HookState
-from commlib.model import check_ddp
 from commlib.policy import Exact, Policy
 from commlib.route import Plan, Rules
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from commlib.fsdp.state import ShardedState
 
 _EXACT = Exact()
-_attached: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 @overload
@@ -32,8 +30,8 @@ def attach(model: Any, compressor: Rules | Policy | Plan = _EXACT, **options: An
     """Compresses the gradient exchange of a DDP model from now on, or that of a model that is sharded. Collective.
 
     Args:
-        model: a DistributedDataParallel without a communication hook; or what ``fully_shard`` (FSDP2) was called on,
-            the root: then see :class:`ShardedState` for all that follows.
+        model: a DistributedDataParallel without a communication hook, or one that was detached; or what
+            ``fully_shard`` (FSDP2) was called on, the root: then see :class:`commlib.fsdp.state.ShardedState`.
         compressor: see :class:`HookState`. By default commlib chooses, layer by layer, the fastest route that loses
             nothing on this link; ``"none"`` is dense throughout, and equals plain DDP bit for bit.
         **options: those of :class:`HookState`.
@@ -43,7 +41,8 @@ def attach(model: Any, compressor: Rules | Policy | Plan = _EXACT, **options: An
 
     Raises:
         TypeError: neither a DDP model nor one of FSDP2.
-        ValueError: a hook is registered already; and whatever :class:`HookState` or :class:`ShardedState` raises.
+        ValueError: commlib is attached already, or a hook of somebody else is registered; and whatever
+            :class:`HookState` or :class:`~commlib.fsdp.state.ShardedState` raises.
     """
     if is_sharded(model):
         sharded: Any = importlib.import_module("commlib.fsdp.state")  # not before: FSDP2 takes a while to import
@@ -51,13 +50,10 @@ def attach(model: Any, compressor: Rules | Policy | Plan = _EXACT, **options: An
         return found
     ddp = model
     try:
-        check_ddp(ddp)
-        if ddp in _attached:
-            raise ValueError("this DDP model is attached already: go on with what attach() returned, or wrap it anew")
+        check_free(ddp)
     except (TypeError, ValueError) as e:
         publish_absence(getattr(ddp, "process_group", options.get("process_group") or dist.group.WORLD), e)
         raise
     state = HookState(ddp, compressor, **options)
     state.follow(ddp)
-    _attached.add(ddp)
     return state

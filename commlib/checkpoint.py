@@ -106,10 +106,21 @@ def from_state(
         nodes = len(state["nodes"].split()) if "nodes" in state else 1
         old = [ranks[str(r)] for r in range(state["world_size"])]
         found = [entry for p in plan for entry in _carry_over(p, old, nodes, shares[p.spec.name])]
+    rows = sorted({name for name, *_ in found if plan.layers[name].spec.sparse})
+    if rows:
+        raise CheckpointMismatch(
+            f"the checkpoint holds back gradient of {rows[0]}, which is sparse here and has no fixed shape: send "
+            "it first (swap to 'none', and one step), or load with drop_residuals=True"
+        )
     store.clear()
     for name, key, slot, value, start in found:
         store.restore(name, key, slot, value.to(plan.layers[name].spec.device), start=start)
     return int(state["step"])
+
+
+def needed_slots(plan: Plan, world: World, hierarchy: Hierarchy | None) -> dict[str, set[str]]:
+    """Layer → the slots that its routes ask for, on this rank."""
+    return {p.spec.name: set(_expected(p, share(p.route, p.spec, world, hierarchy))) for p in plan}
 
 
 _Entry = tuple[str, str, Slot, Tensor, int]  # layer, key, slot, value, first row

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,15 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commlib.collective import Scope
-from commlib.errors import PeerLost
-from commlib.exchange import BY_ROWS, EXCHANGES
-from commlib.exchange.hierarchical import MORE_ROUNDS
 from commlib.exchange.item import World
-from commlib.exchange.sequencer import Sequencer
-from commlib.exchange.valve import Throttle
-from commlib.handshake import publish_absence, roll_call
-from commlib.hierarchy import Hierarchy
+from commlib.handshake import publish_absence
 from commlib.layer import LayerSpec
 from commlib.pace import RateLimit
 from commlib.server.group import ServerGroup
@@ -110,40 +103,6 @@ def waits_on_stream(group: Any, device: torch.device) -> bool:
     return device.type == "cuda" and bool(group._get_backend(device).name() == "nccl")
 
 
-def scopes(exchanges: Collection[str], hierarchy: Hierarchy | None) -> list[tuple[Scope, ...]]:
-    """For each round of a bucket, which ranks its collectives may be of.
-
-    Under a hierarchy the first is local, as many follow between nodes as the bucket's routes have, and the one after
-    these is local again: in any round but the first two it may be either. What goes flat is of all ranks from the first
-    round on.
-
-    Args:
-        exchanges: all that may come into use; ``dense`` is one of them.
-        hierarchy: if there is one.
-    """
-    if hierarchy is None:
-        return [("world",)] * _most_rounds(exchanges)
-    between, flat = (_most_rounds(e for e in exchanges if (e in BY_ROWS) is whole) for whole in (False, True))
-    found: list[tuple[Scope, ...]] = []
-    for i in range(max(between + MORE_ROUNDS, flat)):
-        may: dict[Scope, bool] = {
-            "inter": 0 < i <= between,
-            "local": i != 1 and i < between + MORE_ROUNDS,
-            "world": i < flat,
-        }
-        found.append(tuple(scope for scope, so in may.items() if so))
-    return found
-
-
-def _most_rounds(exchanges: Iterable[str]) -> int:
-    return max((EXCHANGES[name].ROUNDS for name in exchanges), default=0)
-
-
-def limited(lanes: Sequence[Sequence[Scope]]) -> int:
-    """How many process groups of these lanes a limit holds up: all but those inside a node."""
-    return sum(scope != "local" for lane in lanes for scope in lane)
-
-
 def join_servers(
     owner: object,
     specs: Sequence[LayerSpec],
@@ -166,50 +125,3 @@ def join_servers(
     made = ServerGroup(specs, servers, group, key, world, timeout, wait)
     weakref.finalize(owner, made.close)
     return made
-
-
-def make_sequencer(
-    group: Any,
-    key: str,
-    world: World,
-    device: torch.device,
-    lanes: Sequence[Sequence[Scope]],
-    throttle: Throttle,
-    hierarchy: Hierarchy | None = None,
-    servers: ServerGroup | None = None,
-) -> Sequencer:
-    """A sequencer over ``group``, with one more group of the same ranks for each round after the first.
-
-    Under a hierarchy, with a group for every scope of every round (:func:`scopes`); all ranks make them in this order.
-    Under a limit the first round, too, has one more (:mod:`commlib.exchange.valve`); what stays inside a node is not
-    limited. Collective over the group's ranks only. NCCL needs one group a scope (:mod:`commlib.exchange.sequencer`).
-
-    Args:
-        group: process group of the first round.
-        key: of the roll call after a failure, one for each attachment.
-        world: this rank.
-        device: where the gradients are.
-        lanes: of :func:`scopes`.
-        throttle: keeps the limit, if there is one.
-        hierarchy: nodes, if exchanges have two levels.
-        servers: that may sum gradients, if there are any: the first round's.
-    """
-    inline = waits_on_stream(group, device)
-    members: dict[Scope, Sequence[int] | None] = {"world": None}
-    if hierarchy is not None:
-        members |= {"local": hierarchy.local_ranks, "inter": hierarchy.counterparts}
-    needed = {scope for lane in lanes for scope in lane}
-    groups: list[dict[Scope, Any]] = []
-    for i, lane in enumerate([[scope for scope in members if scope in needed]] if inline else lanes):
-        own = i == 0 and hierarchy is None and throttle.limit is None  # the first round goes over the model's own
-        made = {scope: group if own else sibling(group, device, members[scope]) for scope in lane}
-        groups.append({scope: g if scope == "local" else throttle.through(g) for scope, g in made.items()})
-
-    if servers is not None:
-        groups[0]["servers"] = servers
-
-    def lost(label: str, error: BaseException) -> PeerLost:
-        who = roll_call(group, key, world, timeout=5.0)
-        return PeerLost(f"rank {world.rank} of {world.size} could not exchange {label}: {error}; {who}")
-
-    return Sequencer(groups, lost, inline=inline)

@@ -16,6 +16,8 @@ from commlib.errors import PeerLost, PlanMismatch
 from commlib.exchange.item import World
 
 _FAILED = "failed"
+ATTACH = "attach"
+_DID = {ATTACH: "attached", "swap": "swapped to", "detach": "detached at"}
 
 
 def store_of(group: Any) -> Any:
@@ -43,7 +45,7 @@ def share(group: Any, key: str, mine: Mapping[str, str], world: World, timeout: 
         PeerLost: a rank did not answer in time; the message names it.
     """
     tell(group, key, mine, world)
-    _await(group, f"{key}/self", world, timeout)
+    _await(group, f"{key}/self", world, timeout, ATTACH)
     said = [msgpack.unpackb(store_of(group).get(f"{key}/self/{r}")) for r in range(world.size)]
     for other, text in enumerate(said):
         if _FAILED in text:
@@ -56,7 +58,7 @@ def tell(group: Any, key: str, mine: Mapping[str, str], world: World) -> None:
     store_of(group).set(f"{key}/self/{world.rank}", msgpack.packb(dict(mine)))
 
 
-def agree(group: Any, key: str, mine: Mapping[str, str], world: World, timeout: float) -> None:
+def agree(group: Any, key: str, mine: Mapping[str, str], world: World, timeout: float, doing: str = ATTACH) -> None:
     """Returns when every rank has published the same description under ``key``.
 
     Args:
@@ -65,6 +67,7 @@ def agree(group: Any, key: str, mine: Mapping[str, str], world: World, timeout: 
         mine: what this rank is about to do; name → value.
         world: this rank.
         timeout: seconds to wait for the others.
+        doing: attach, swap or detach.
 
     Raises:
         PlanMismatch: some rank's description differs; every rank raises it, naming both sides.
@@ -75,13 +78,13 @@ def agree(group: Any, key: str, mine: Mapping[str, str], world: World, timeout: 
     digest = hashlib.sha256(packed).digest()
     store.set(f"{key}/text/{world.rank}", packed)
     store.set(f"{key}/digest/{world.rank}", digest)
-    _await(group, f"{key}/digest", world, timeout)
+    _await(group, f"{key}/digest", world, timeout, doing)
     for other in range(world.size):
         if store.get(f"{key}/digest/{other}") != digest:
             theirs = msgpack.unpackb(store.get(f"{key}/text/{other}"))
             if _FAILED in theirs:
-                raise PlanMismatch(f"rank {other} failed to attach (this is rank {world.rank}): {theirs[_FAILED]}")
-            raise PlanMismatch(f"ranks attached different things: {difference(mine, theirs, world.rank, other)}")
+                raise PlanMismatch(f"rank {other} failed to {doing} (this is rank {world.rank}): {theirs[_FAILED]}")
+            raise PlanMismatch(f"ranks {_DID[doing]} different things: {difference(mine, theirs, world.rank, other)}")
 
 
 def publish_failure(group: Any, key: str, world: World, error: BaseException) -> None:
@@ -150,12 +153,12 @@ def _ranks(ranks: list[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-def _await(group: Any, key: str, world: World, timeout: float) -> None:
+def _await(group: Any, key: str, world: World, timeout: float, doing: str) -> None:
     missing = wait_for_all(store_of(group), key, world, timeout)
     if missing:
         raise PeerLost(
-            f"commlib.attach: {_ranks(missing)} of {world.size} did not attach within {timeout:g} s "
-            f"(this is rank {world.rank}). Every rank must attach its models in the same order."
+            f"commlib.{doing}: {_ranks(missing)} of {world.size} did not {doing} within {timeout:g} s "
+            f"(this is rank {world.rank}). Every rank must {doing} its models in the same order."
         )
 
 

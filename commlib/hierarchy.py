@@ -199,6 +199,8 @@ def refuse(route: Route, spec: LayerSpec) -> str | None:
     """Why a route cannot be taken under a hierarchy, or None."""
     if route.by_rows:
         return None
+    if spec.sparse:
+        return "its gradient is sparse, and does not go by two levels yet; leave hierarchy out"
     if route.exchange not in _CARRIED:
         known = ", ".join([*_CARRIED, *sorted(BY_ROWS)])
         return f"it does not work on a part of a layer; under a hierarchy {known} do"

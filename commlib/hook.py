@@ -11,33 +11,29 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commlib.backward import at_end_of_backward, wait
 from commlib.checkpoint import StateDict, from_state, to_state
+from commlib.door import Door, give
 from commlib.errors import PeerLost
 from commlib.exchange.item import World
-from commlib.exchange.valve import Throttle
-from commlib.factors.layers import FactorLayers
-from commlib.groups import check_limit, deadline, group_of, join_servers, limited, make_sequencer, scopes, sibling
+from commlib.groups import check_limit, deadline, group_of
 from commlib.handshake import agree, answer_roll_call, meeting_place, publish_failure
-from commlib.levels import find, fit
-from commlib.log import Loggable
+from commlib.levels import find
+from commlib.live import Live
 from commlib.lookout import Buckets, Fence, Lookout, visible
 from commlib.loss_scale import LossScale
-from commlib.manager.board import Board
-from commlib.manager.manager import Manager
-from commlib.manager.probe import Probe
 from commlib.memory import MemoryStore
 from commlib.model import inside, name_of, trained_parameters
 from commlib.pace import RateLimit
 from commlib.policy import Exact, Policy
 from commlib.route import Plan, Rules
 from commlib.servers import Servers
-from commlib.setup import Setup, check_numbers
+from commlib.setup import check_numbers
 from commlib.sorter import Sorter
 from commlib.stats import Meter, Stats
 from commlib.steps import Steps
-from commlib.warm import warm
+from commlib.wiring import Wiring
 
 
-class HookState(Loggable):
+class HookState(Live):
     """The state of commlib's DDP communication hook: plan, residuals, statistics.
 
     ``commlib.attach(ddp, …)`` makes one and registers it; in PyTorch's own style::
@@ -90,61 +86,59 @@ class HookState(Loggable):
         self._group = group_of(module, process_group)
         self.world = World(dist.get_rank(self._group), dist.get_world_size(self._group))
         self._key = meeting_place(self._group, self.world)
+        self._timeout, self._min_size, self._dense_steps, self._shadow = timeout, min_size, dense_steps, False
+        self._traces(module, self.world.rank)
         try:
             check_numbers(timeout, dense_steps=dense_steps, min_size=min_size, seed=seed, check_replicas=check_replicas)
-            limit, servers = RateLimit.of(limit), Servers.of(servers, limited=limit is not None)
-            self._levels, about = find(hierarchy, self._group, self._key, self.world, timeout)
-            setup = Setup.of(module, self._group, compressor, min_size, self._levels, servers)
-            self._plan = fit(setup.plan, self._levels, about)
-            lanes = scopes(setup.exchanges(), self._levels)
+            limit, self._servers = RateLimit.of(limit), Servers.of(servers, limited=limit is not None)
+            self._levels, self._about = find(hierarchy, self._group, self._key, self.world, timeout)
+            setup = self._setup(module, compressor)
             check_limit(limit, setup.device, deadline(self._group, setup.device))
-            warm(setup.codecs(), setup.device)
             self._scale, self._store = LossScale(scaler, module), MemoryStore()
             self._steps = Steps(self._store)
             kept: dict[str, Any] = {"dense_steps": dense_steps, "seed": seed}
             self._sorter = Sorter(setup.specs, self.world, self._levels, self._store, self._steps, **kept)
-            on, seeds = weakref.WeakMethod(self._sorter.with_factors), weakref.WeakMethod(self._sorter.row_seeds)
-            routes, watched = setup.row_routes(), setup.chosen_later
-            self._factors = FactorLayers.of(module, setup.layers, self.world, on, seeds, routes, watched=watched)
+            factors = self._layers(module, setup)
         except Exception as e:
             publish_failure(self._group, self._key, self.world, e)
             raise
-        kept |= {"scaler": None if scaler is None else "given", "limit": limit, "servers": servers}
-        kept |= {"check_replicas": check_replicas}
-        agree(self._group, self._key, setup.terms(self._factors, kept), self.world, timeout)
+        given = {"scaler": None if scaler is None else "given", "limit": limit, "servers": self._servers}
+        self._terms = kept | given | {"check_replicas": check_replicas}
+        agree(self._group, self._key, setup.terms(factors, self._terms), self.world, timeout)
         self._names = {id(p): n for n, p in trained_parameters(inside(module)).items()}
-        self._dense_steps, self._shadow, self._lost_key = dense_steps, False, f"{self._key}/lost"
-        self._lookout: Lookout | None = None
-        self._throttle = Throttle(limit, limited(lanes) + (self._factors is not None))
-        self._servers = join_servers(self, setup.served(), servers, self._group, self._key, self.world, timeout)
-        self._sequencer = make_sequencer(
-            self._group, self._lost_key, self.world, setup.device, lanes, self._throttle, self._levels, self._servers
+        self._wiring = Wiring(
+            self._group,
+            self._key,
+            self.world,
+            setup.device,
+            self._levels,
+            self._about,
+            limit,
+            self._servers,
+            timeout,
         )
-        weakref.finalize(self, self._sequencer.close, wait=False)
-        weakref.finalize(self, self._throttle.close, wait=False)
-        self._manager: Manager | None = None
-        if self._factors is not None:
-            own = self._throttle.through(sibling(self._group, setup.device))
-            self._factors.tap(own, traced=setup.chosen_later)
-            weakref.finalize(self, self._factors.remove)
-            if setup.chosen_later:
-                board = Board(self._group, self._key, self.world, timeout)
-                probe = Probe(own, self.world, setup.device, limit, self._levels, self._sequencer.groups())
-                self._manager = Manager(setup, self._factors, board, probe, self.world, self._sorter.meters, about)
-        self._traces(module, self.world.rank, self._sequencer, self._steps, self._manager)
-        self._shows(module, self._group, self._lost_key, setup.device, self._sorter.gauge, check_replicas)
+        weakref.finalize(self, self._wiring.close, wait=False)
+        self._turn(setup, factors, self._key)
+        self._shows(module, self._group, f"{self._key}/lost", setup.device, self._sorter.gauge, check_replicas)
+        own = module.process_group if isinstance(module, DistributedDataParallel) else self._group
+        self.door = Door(own, self)
 
     def follow(self, ddp: DistributedDataParallel) -> None:
         """Have this DDP model exchange by this state: it gets the hook as soon as there is something for that to do.
 
         Until then DDP goes on as if nothing were attached, and its exchanges are only counted (docs/adr/0012).
         """
+        self.door = give(ddp, self.door)
+        self.door.attached = self
+        if ddp._comm_hooks:
+            return  # it has the door already
         if self._idle() and self._group is ddp.process_group and visible(ddp):
-            self._lookout = Lookout(ddp, self._sorter.meters, self.world, self._fence, self._exchanged, (self, hook))
+            told = self._fence, self._exchanged, (self.door, hook)
+            self._lookout = Lookout(ddp, self._sorter.meters, self.world, *told)
             self._parts += (self._lookout,)
             self._hook_if_needed()
         else:
-            ddp.register_comm_hook(self, hook)
+            ddp.register_comm_hook(self.door, hook)
 
     # -- what a user calls ----------------------------------------------------------------------
 
@@ -167,8 +161,9 @@ class HookState(Loggable):
         """Bytes and seconds since attach, on this rank. On CUDA waits for what was timed."""
         self._steps.settle()
         routes = {p.spec.name: (str(p.route), p.spec.numel) for p in self._plan}
-        steps, sent = self._steps, self._sequencer.wire_bytes + (self._lookout.sent if self._lookout else 0.0)
-        return Stats.of(steps.count, steps.skipped, sent, routes, self._sorter.meters, self._sequencer.inter_bytes)
+        steps, tracks = self._steps, self._sequencer.tracks
+        sent = tracks.wire_bytes + (self._lookout.sent if self._lookout else 0.0)
+        return Stats.of(steps.count, steps.skipped, sent, routes, self._sorter.meters, tracks.inter_bytes)
 
     def state_dict(self) -> StateDict:
         """This rank's residuals and step count: copies in unscaled units, valid at any time between steps.
@@ -200,19 +195,11 @@ class HookState(Loggable):
         """
         self._steps.discard()
 
-    def close(self) -> None:
-        """Ends threads, trace and log; leaves servers. (A further backward pass would start threads again.)"""
-        self._throttle.close()
-        self._sequencer.close()
-        self._end_trace()
-        if self._servers is not None:
-            self._servers.close()
-
     # -- without a hook -------------------------------------------------------------------------
 
     def _idle(self) -> bool:
         """Whether a hook would have nothing to do: all goes as it is, by the shortest way, and nothing is held back."""
-        return not (self._throttle.limit or self._levels) and self._store.empty and self._plan.plain
+        return not (self._wiring.throttle.limit or self._levels) and self._store.empty and self._plan.plain
 
     def _fence(self, meter: Meter) -> None:
         """DDP has issued all it has to exchange, by itself. One value behind it shows who does not come.
@@ -247,6 +234,10 @@ class HookState(Loggable):
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Exchanges one bucket; DDP calls this (through :func:`hook`) in bucket order on every rank."""
+        return self.door.reduce(bucket)
+
+    def exchange(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """:meth:`reduce` while this is attached."""
         if bucket.index() == 0:
             self._steps.begin(remembers=self._plan.remembers or self._dense_steps > 0)
             self._store.rescale(self._scale.now())
@@ -286,7 +277,7 @@ class HookState(Loggable):
         self._review()
 
     def _meanwhile(self) -> None:
-        found = answer_roll_call(self._group, self._lost_key, self.world)
+        found = answer_roll_call(self._group, f"{self._key}/lost", self.world)
         if found:
             what = f"rank {self.world.rank} of {self.world.size} could not exchange buckets of step {self._steps.count}"
             raise self._sequencer.give_up(PeerLost(f"{what}: another rank has given up; {found}"))
@@ -303,6 +294,6 @@ class HookState(Loggable):
             self._plan = self._manager.plan(self._plan)
 
 
-def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+def hook(state: HookState | Door, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """The communication hook: ``ddp.register_comm_hook(commlib.HookState(ddp, …), commlib.hook)``."""
     return state.reduce(bucket)

@@ -24,6 +24,7 @@ class LayerSpec:
         kind: the role of the parameter in its module.
         rows: K, the batch rows seen per step, where the gradient factors and K is known; otherwise None.
         layer: the name of the linear layer whose rows its gradient is made of (``exchange.factors``); otherwise None.
+        sparse: whether its gradient has only the rows that were looked up (an embedding with ``sparse=True``).
 
     Raises:
         TypeError: if ``dtype`` is not a real floating-point type.
@@ -36,6 +37,7 @@ class LayerSpec:
     kind: Kind = "other"
     rows: int | None = None
     layer: str | None = None
+    sparse: bool = False
 
     def __post_init__(self) -> None:
         if not self.dtype.is_floating_point:

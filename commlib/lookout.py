@@ -147,8 +147,15 @@ class Lookout:
         Raises:
             ValueError: the model has another hook by now.
         """
+        ddp = self._ddp()
+        if self.remove() and ddp is not None:
+            check_ddp(ddp)
+            ddp.register_comm_hook(*self._hook)
+
+    def remove(self) -> bool:
+        """See nothing more, and leave the model as it was; whether there was anything to remove."""
         if not self._handles:
-            return
+            return False
         self._watch(False)
         for handle in self._handles:
             handle.remove()
@@ -156,8 +163,7 @@ class Lookout:
         ddp = self._ddp()
         if ddp is not None:
             vars(ddp).pop("join_hook", None)
-            check_ddp(ddp)
-            ddp.register_comm_hook(*self._hook)
+        return True
 
     # -- what the model's hooks tell --
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import Tensor
 
@@ -157,6 +157,16 @@ class MemoryStore:
                 if pair.slot.role != "replicated":
                     pair.tensors[pair.live].mul_(factor)
         self.unit = unit
+
+    def forget(self, needed: Mapping[str, Collection[str]]) -> None:
+        """Drops what only an earlier route could read (a momentum, a basis): what is pending stays, for any route.
+
+        Args:
+            needed: layer → slots of its routes from now on.
+        """
+        for name, layer in self._pairs.items():
+            for key in [k for k, p in layer.items() if p.slot.role != "pending" and k not in needed[name]]:
+                del layer[key]
 
     # -- to and from checkpoints ----------------------------------------------------------------
 

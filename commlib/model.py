@@ -54,13 +54,21 @@ def layer_specs(module: nn.Module, left_out: Collection[str] = ()) -> list[Layer
 
     Raises:
         TypeError: a trained parameter is not real floating point.
-        ValueError: an embedding with ``sparse=True``; nothing to train.
+        ValueError: the weight of an embedding with ``sparse=True`` that others use, too; nothing to train.
     """
-    kinds = kinds_of(module)
+    kinds, sparse = kinds_of(module), {id(p): name for name, p in sparse_weights(module).items()}
     ignored = {id(p) for name, p in module.named_parameters() if name in left_out}
     layers = {id(p): name for name, m in linear_layers(module, left_out).items() for p in m.parameters()}
     specs = [
-        LayerSpec(name, tuple(p.shape), p.dtype, p.device, kinds.get(name, "other"), layer=layers.get(id(p)))
+        LayerSpec(
+            name,
+            tuple(p.shape),
+            p.dtype,
+            p.device,
+            kinds.get(name, "other"),
+            layer=layers.get(id(p)),
+            sparse=id(p) in sparse,
+        )
         for name, p in trained_parameters(module).items()
         if id(p) not in ignored
     ]
@@ -101,19 +109,41 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
-def kinds_of(module: nn.Module) -> dict[str, Kind]:
-    """Parameter → its role.
+def sparse_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Name → parameter for the trained weights of embeddings with ``sparse=True``: their gradients are sparse.
 
     Raises:
-        ValueError: an embedding with ``sparse=True``.
+        ValueError: others use one of them, too: then its gradient is sparse in part only.
     """
+    found: dict[str, Tensor] = {}
+    uses = collections.Counter(id(p) for m in module.modules() for p in m._parameters.values() if p is not None)
+    tables = [(n, m) for n, m in module.named_modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
+    alike = collections.Counter(id(m.weight) for _, m in tables)
+    for prefix, m in tables:
+        name = plain_name(f"{prefix}.weight" if prefix else "weight")
+        if uses[id(m.weight)] != alike[id(m.weight)]:
+            raise ValueError(
+                f"{name} is of an embedding with sparse=True, and other modules use it, too: their gradients of it are "
+                "dense, and DDP exchanges one kind; set sparse=False"
+            )
+        if m.weight.requires_grad:
+            found.setdefault(name, m.weight)
+    return found
+
+
+def refuse_sparse(module: nn.Module, who: str) -> None:
+    """Raises ValueError if an embedding has ``sparse=True``: ``who`` exchanges dense gradients only."""
+    for name in sparse_weights(module):
+        raise ValueError(
+            f"{name} is of an embedding with sparse=True, and {who} exchanges no sparse gradients: set sparse=False, "
+            "or wrap the model in DDP and commlib.attach() to that, which does"
+        )
+
+
+def kinds_of(module: nn.Module) -> dict[str, Kind]:
+    """Parameter → its role."""
     kinds: dict[str, Kind] = {}
     for prefix, m in module.named_modules():
-        if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse:
-            raise ValueError(
-                f"{plain_name(prefix) or type(m).__name__} is an embedding with sparse=True: its sparse gradients "
-                "cannot go through a DDP bucket's codec; set sparse=False"
-            )
         for local, _ in m.named_parameters(recurse=False):
             name = plain_name(f"{prefix}.{local}" if prefix else local)
             kinds.setdefault(name, _kind(m, local))

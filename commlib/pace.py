@@ -89,10 +89,13 @@ class Pacer:
     Args:
         bytes_s: what flows in.
         depth: what the bucket holds, bytes; it is full at first.
+
+    Attributes:
+        depth: as given; may be made smaller.
     """
 
     def __init__(self, bytes_s: float, depth: float) -> None:
-        self._rate, self._depth = bytes_s, depth
+        self._rate, self.depth = bytes_s, depth
         self._full = -math.inf  # when it will be full again, if nobody takes any more
 
     def take(self, now: float, nbytes: float) -> float:
@@ -102,7 +105,7 @@ class Pacer:
             now: seconds on any clock, never earlier than at the call before.
             nbytes: ≥ 0.
         """
-        missing = self._depth - min(nbytes, self._depth)  # the bucket may lack so much, and still have enough
+        missing = self.depth - min(nbytes, self.depth)  # the bucket may lack so much, and still have enough
         granted = max(now, self._full - missing / self._rate)
         self._full = max(self._full, granted) + nbytes / self._rate
         return granted - now

@@ -15,6 +15,7 @@ import torch
 
 import commlib
 from commlib.errors import unknown
+from commlib.exchange import OF_SPARSE
 from commlib.layer import Kind, LayerSpec
 from commlib.registry import compressors, make
 from commlib.route import Plan, PlannedLayer, Route, resolve
@@ -190,6 +191,8 @@ def _dense(route: Route, world: int) -> Route:
     """The route while steps are dense; what is dense already stays (dgc's small layers keep their momentum)."""
     if route.exchange == "dense" and route.codec.lossless:
         return route
+    if route.exchange in OF_SPARSE:
+        return resolve("none@sparse", world)
     form = route.codec.dense_form()
     return resolve("none@dense", world) if form is None else Route("dense", form)
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import importlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from commlib.compressor import Compressor, LayerSpec
 from commlib.errors import unknown
-from commlib.exchange import BY_ROWS, BY_SERVERS, CARRIERS, EXCHANGES, Carrier
+from commlib.exchange import BY_ROWS, BY_SERVERS, CARRIERS, EXCHANGES, OF_SPARSE, Carrier
 from commlib.exchange.scatter_gather import stripes
 from commlib.feedback import ErrorFeedback
 from commlib.registry import make
@@ -25,8 +23,8 @@ class Route:
     """An exchange and the codec whose payloads it carries. As text: ``onebit:axis=tensor@gather``.
 
     Args:
-        exchange: dense, gather, scatter_gather, low_rank, blocks, factors, owners or push_pull; reduce_scatter is
-            that of a sharded model.
+        exchange: dense, gather, scatter_gather, low_rank, blocks, factors, owners, push_pull or sparse;
+            reduce_scatter is that of a sharded model.
         codec: taken as it is; wrap it in :class:`ErrorFeedback` if it needs that.
 
     Raises:
@@ -57,6 +55,8 @@ class Route:
 
     def refuse(self, spec: LayerSpec) -> str | None:
         """Why this pair cannot carry this layer, or None."""
+        if spec.sparse and self.exchange not in OF_SPARSE:
+            return "its gradient is sparse, and goes by the exchange 'sparse' only"
         return self.carrier().refuse(self.codec, spec)
 
     def __str__(self) -> str:
@@ -92,7 +92,8 @@ def resolve(rule: Rule, world: int) -> Route:
         route = Route(exchange.strip() or suited, codec)
     if route.exchange not in EXCHANGES:
         raise ValueError(f"{route}: it leaves each rank a part of the mean, which is for sharded models (FSDP2) only")
-    reason = route.refuse(LayerSpec("any", (64, 64), kind="linear.weight", layer="any"))
+    sparse = route.exchange in OF_SPARSE
+    reason = route.refuse(LayerSpec("any", (64, 64), kind="linear.weight", layer="any", sparse=sparse))
     if reason:
         raise ValueError(f"{route.codec} cannot go over {route.exchange}: {reason}")
     return route
@@ -164,8 +165,8 @@ class Plan:
         return text
 
     def because(self, about: str, reason: str) -> Plan:
-        """The same routes for another reason."""
-        layers = {n: dataclasses.replace(p, reason=reason) for n, p in self.layers.items()}
+        """The same routes for another reason; sparse gradients have but one."""
+        layers = {n: p if p.spec.sparse else dataclasses.replace(p, reason=reason) for n, p in self.layers.items()}
         return Plan(layers, self.world, about, self.local)
 
     def noted(self, about: str, *, local: int = 1) -> Plan:
@@ -222,70 +223,3 @@ class Plan:
 def plan_file() -> Any:
     """The module of plan files, which knows this one."""
     return importlib.import_module("commlib.plan_file")
-
-
-def make_plan(specs: Sequence[LayerSpec], rules: Rules, *, world: int, min_size: int) -> Plan:
-    """The plan for a model's layers. The first rule whose pattern matches a layer's name decides.
-
-    A layer stays dense if no rule matches it, if it has fewer than ``min_size`` values, if the codec
-    refuses it (a vector for powersgd), or if its payload would be no smaller than the gradient.
-
-    Raises:
-        ValueError, TypeError: a bad rule, or a pattern that matches no layer.
-    """
-    if isinstance(rules, Mapping):
-        patterns: list[object] = list(rules)
-        bad = [p for p in patterns if not isinstance(p, str)]
-        if bad:
-            raise TypeError(f"a rule's pattern is a text that parameter names match, not {bad[0]!r}")
-        table = [(pattern, resolve(rule, world)) for pattern, rule in rules.items()]
-        _check_patterns(table, specs)
-    else:
-        table = [("*", resolve(rules, world))]
-    layers = {}
-    for spec in specs:
-        match = next(((p, r) for p, r in table if fnmatchcase(spec.name, p)), None)
-        layers[spec.name] = _plan_layer(spec, match, world, min_size)
-    for spec in specs:
-        if spec.layer is not None and spec.kind != "linear.weight":
-            weight = layers[f"{spec.layer}.weight" if spec.layer else "weight"]
-            layers[spec.name] = _with_weight(layers[spec.name], weight)
-    return Plan(layers, world)
-
-
-def _with_weight(bias: PlannedLayer, weight: PlannedLayer) -> PlannedLayer:
-    """A bias comes out of its weight's rows; where these are not sent it cannot, and where they are it must."""
-    if weight.route.by_rows:
-        return dataclasses.replace(bias, route=weight.route, reason="comes with its weight's rows")
-    if bias.route.by_rows:
-        return dataclasses.replace(bias, route=bias.dense, reason="its weight's rows are not sent")
-    return bias
-
-
-def _plan_layer(spec: LayerSpec, match: tuple[str, Route] | None, world: int, min_size: int) -> PlannedLayer:
-    plain = resolve("none", world)
-    if match is None:
-        return PlannedLayer(spec, plain, plain, "no rule matches")
-    pattern, route = match
-    form = route.codec.dense_form()
-    dense = plain if form is None else Route("dense", form)
-    if route.exchange == "dense" and route.codec.lossless:
-        return PlannedLayer(spec, route, route, f"rule {pattern!r}")
-    if spec.numel < min_size:
-        return PlannedLayer(spec, dense, dense, f"{spec.numel} values < min_size={min_size}")
-    reason = route.codec.refuse(spec) or route.refuse(spec)
-    if reason is None and not route.codec.lossless and route.codec.nbytes(spec) >= spec.nbytes:
-        reason = f"its payload of {route.codec.nbytes(spec)} bytes would be no smaller than {spec.nbytes}"
-    if reason:
-        return PlannedLayer(spec, dense, dense, reason)
-    return PlannedLayer(spec, route, dense, f"rule {pattern!r}")
-
-
-def _check_patterns(table: Sequence[tuple[str, Route]], specs: Sequence[LayerSpec]) -> None:
-    names = [s.name for s in specs]
-    for pattern, _ in table:
-        if pattern != "*" and not any(fnmatchcase(n, pattern) for n in names):
-            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            some = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
-            raise ValueError(f"rule {pattern!r} matches no trained parameter (there are: {some}{hint})")

@@ -20,8 +20,9 @@ from commlib.hierarchy import Hierarchy
 from commlib.layer import LayerSpec
 from commlib.model import check_frozen_integers, inside, layer_specs, linear_layers, one_device
 from commlib.plan_file import pin
+from commlib.planning import make_plan
 from commlib.policy import Policy, policy_of
-from commlib.route import Plan, Route, Rules, make_plan
+from commlib.route import Plan, Route, Rules
 from commlib.servers import Servers
 
 
@@ -55,6 +56,8 @@ class Setup:
         min_size: int,
         hierarchy: Hierarchy | None = None,
         servers: Servers | None = None,
+        *,
+        idle: bool = False,
     ) -> Setup:
         """For a model.
 
@@ -65,6 +68,7 @@ class Setup:
             min_size: layers with fewer values stay dense.
             hierarchy: nodes, if there are some: routes connect these, unless they are flat.
             servers: that may sum gradients, if there are any.
+            idle: whether servers may have nothing to do.
 
         Raises:
             ValueError, TypeError: a bad rule or model; servers that nothing goes by, or none where something does.
@@ -87,7 +91,7 @@ class Setup:
         if sent and waits_on_stream(group, device):
             raise ValueError("factors and owners are not exchanged over NCCL yet: use Gloo, or another route")
         found = cls(specs, device, plan, frozenset(name for name in sent if name is not None), {})
-        _check_served(found, servers)
+        _check_served(found, servers, idle)
         return found
 
     @classmethod
@@ -194,11 +198,11 @@ def _check_servers(servers: Servers | None, group: Any, device: torch.device, hi
         )
 
 
-def _check_served(setup: Setup, servers: Servers | None) -> None:
+def _check_served(setup: Setup, servers: Servers | None, idle: bool) -> None:
     served = setup.served()
     if served and servers is None:
         raise ValueError(f"{served[0].name} goes by push_pull, and there are no servers: give servers='HOST:PORT'")
-    if servers is not None and not served:
+    if servers is not None and not served and not idle:
         why = "; ".join(dict.fromkeys(p.reason for p in setup.plan))
         raise ValueError(f"servers are given, and no layer goes by push_pull ({why}): give 'none@push_pull', or none")
 

@@ -82,11 +82,13 @@ class Sorter:
             plan: in force.
             factors: where rows are caught, if they are.
         """
+        buffer = bucket.buffer()
+        if buffer.is_sparse:
+            return [self.checked(self._sparse(names[0], buffer, plan), buffer)]
         routes: dict[str, list[Item]] = {}
         for name, grad in zip(names, bucket.gradients(), strict=True):
             route = self._route(plan, name)
             routes.setdefault(route.exchange, []).append(self._item(plan, name, route, grad, factors))
-        buffer = bucket.buffer()
         if self._levels is not None:
             return [self.checked(self._lending(two_levels(routes, plan, self._world, self._levels), routes), buffer)]
         if list(routes) == ["dense"]:
@@ -101,7 +103,7 @@ class Sorter:
         """A bucket's last exchange, at whose end it is seen whether all of the bucket is finite, if that matters."""
         yield from rounds
         if self._steps.watched:
-            for values, scales in spans(buffer, items):
+            for values, scales in spans(buffer._values() if buffer.is_sparse else buffer, items):
                 self._steps.check(values, scales)
 
     def with_factors(self) -> bool:
@@ -114,6 +116,14 @@ class Sorter:
         """Of a linear layer's codec, for the rows of the step under way."""
         self._steps.settle()
         return Seeds(self._seed, self._steps.count, layer)
+
+    def _sparse(self, name: str, grad: Tensor, plan: Plan) -> Rounds:
+        """DDP gives every sparse gradient a bucket of its own."""
+        spec, route = self._specs[name], self._route(plan, name)
+        self._store.memory(spec, {})
+        seeds, none = Seeds(self._seed, self._steps.count, name), Memory({}, {})
+        item = Item(spec, route.codec, grad, none, seeds, self.meters[name], none)
+        yield from EXCHANGES[route.exchange].rounds([item], self._world, None)
 
     def _exchange(self, routes: Routes, *, whole: Tensor | None) -> Rounds:
         return lockstep([EXCHANGES[name].rounds(items, self._world, whole) for name, items in routes.items()])

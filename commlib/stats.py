@@ -136,6 +136,10 @@ class Meter:
         """Counts what plain DDP would send of a gradient of so many bytes: a ring all-reduce among ``world`` ranks."""
         self._dense += 2 * (world - 1) / world * nbytes
 
+    def would_gather(self, nbytes: int, world: int) -> None:
+        """The same of a sparse gradient: an all-gather of so many bytes among ``world`` ranks."""
+        self._dense += (world - 1) * nbytes
+
     def add_sent(self, nbytes: float) -> None:
         """Counts bytes that this rank sends."""
         self._sent += nbytes

@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 2 examples/fsdp_digits.py none onebit int4 int8 onebit+int8
 
-Each word is a run: a codec for gradients, and after a plus one for the parameters. With a number before them, so many seeds.
+Each word is a run: a codec for gradients, and after a plus one for the parameters. A number before them: of seeds.
 """
 
 import statistics

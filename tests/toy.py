@@ -17,6 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 import commlib
 from commlib.exchange import sequencer
 from commlib.exchange.item import World
+from commlib.manager import manager
+from commlib.manager.decision import Decision
+from commlib.manager.sheet import Figures
 
 ANY_EXCHANGE = (
     *("none", "fp16", "bf16", "onebit", "onebit:axis=tensor", "sign", "int8", "int4", "qsgd", "ternary", "natural"),
@@ -211,39 +214,36 @@ def through_delays(make: Callable[[], Trainer], steps: int) -> tuple[bool, bool,
     return torch.equal(calm.weights(), hasty.weights()), same_everywhere(calm.world, hasty.weights()), naps
 
 
+class Head:
+    """Dense for the first few exchanges, then all rows by factors."""
+
+    def __init__(self, model: Any, dense: int) -> None:
+        self.layers = [u.name for u in model.units.values() if u.shape is not None][::-1]
+        self.dense, self.seen = dense, list[Figures]()
+
+    def first(self) -> Decision:
+        return Decision(steps=self.dense, probe=False, skip=0)
+
+    def review(self, f: Figures) -> Decision:
+        self.seen.append(f)
+        routes = dict.fromkeys(self.layers, "factors")
+        return Decision(routes, dict.fromkeys(routes, 8), steps=1000, probe=False, phase="steady")
+
+
 @contextmanager
-def counted(world: World) -> Iterator[list[float]]:
-    """Counts, at the process group's own methods, what a ring (or pairwise sends) puts on the wire.
+def head(dense: int) -> Iterator[list[Head]]:
+    """What attach() finds as the manager's head."""
+    made: list[Head] = []
 
-    A list to be added up, for lanes issue from threads of their own: `+=` would lose some of it.
-    """
-    sent: list[float] = []
-    group = dist.ProcessGroup
-    originals = {name: group.__dict__[name] for name in ("allreduce", "_allgather_base", "alltoall_base")}
+    def make(model: Any) -> Head:
+        made.append(Head(model, dense))
+        return made[-1]
 
-    def bound(self: Any, name: str) -> Any:
-        return originals[name].__get__(self, type(self))
-
-    def allreduce(self: Any, tensors: Any, *args: Any) -> Any:
-        sent.append(2 * (world.size - 1) / world.size * sum(t.nbytes for t in tensors))
-        return bound(self, "allreduce")(tensors, *args)
-
-    def allgather(self: Any, out: Tensor, tensor: Tensor, *args: Any) -> Any:
-        assert out.nbytes == world.size * tensor.nbytes
-        sent.append((world.size - 1) * tensor.nbytes)
-        return bound(self, "_allgather_base")(out, tensor, *args)
-
-    def alltoall(self: Any, out: Tensor, tensor: Tensor, out_splits: Any, splits: Any, *args: Any) -> Any:
-        sent.append(tensor.nbytes * (1 - splits[world.rank] / sum(splits)))
-        return bound(self, "alltoall_base")(out, tensor, out_splits, splits, *args)
-
-    for name, replacement in zip(originals, (allreduce, allgather, alltoall), strict=True):
-        setattr(group, name, replacement)
+    original, vars(manager)["Pilot"] = vars(manager)["Pilot"], make
     try:
-        yield sent
+        yield made
     finally:
-        for name, original in originals.items():
-            setattr(group, name, original)
+        vars(manager)["Pilot"] = original
 
 
 class Meeting:

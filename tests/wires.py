@@ -1,4 +1,4 @@
-"""Wires that can be cut, and process groups over them: all ranks as threads of one process."""
+"""Wires that can be cut, and process groups over them, all ranks threads of one process; and bytes that groups send."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from typing import Any, TypeVar
 
 import msgpack
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from commlib.exchange.item import World
 from commlib.transports.process_group.create import create
 from commlib.transports.process_group.group import ZmqGroup
 from commlib.transports.process_group.options import Options
@@ -135,3 +138,38 @@ def said(call: Callable[[], object]) -> str:
     except RuntimeError as e:
         return f"{type(e).__name__}: {e}"
     return "no error"
+
+
+@contextlib.contextmanager
+def counted(world: World) -> Iterator[list[float]]:
+    """Counts, at the process group's own methods, what a ring (or pairwise sends) puts on the wire.
+
+    A list to be added up, for lanes issue from threads of their own: `+=` would lose some of it.
+    """
+    sent: list[float] = []
+    group: Any = dist.ProcessGroup
+    originals = {name: group.__dict__[name] for name in ("allreduce", "_allgather_base", "alltoall_base")}
+
+    def bound(self: Any, name: str) -> Any:
+        return originals[name].__get__(self, type(self))
+
+    def allreduce(self: Any, tensors: list[Tensor], *args: Any) -> Any:
+        sent.append(2 * (world.size - 1) / world.size * sum(t.nbytes for t in tensors))
+        return bound(self, "allreduce")(tensors, *args)
+
+    def allgather(self: Any, out: Tensor, tensor: Tensor, *args: Any) -> Any:
+        assert out.nbytes == world.size * tensor.nbytes
+        sent.append((world.size - 1) * tensor.nbytes)
+        return bound(self, "_allgather_base")(out, tensor, *args)
+
+    def alltoall(self: Any, out: Tensor, tensor: Tensor, out_splits: list[int], splits: list[int], *args: Any) -> Any:
+        sent.append(tensor.nbytes * (1 - splits[world.rank] / sum(splits)))
+        return bound(self, "alltoall_base")(out, tensor, out_splits, splits, *args)
+
+    for name, replacement in zip(originals, (allreduce, allgather, alltoall), strict=True):
+        setattr(group, name, replacement)
+    try:
+        yield sent
+    finally:
+        for name, original in originals.items():
+            setattr(group, name, original)

@@ -9,8 +9,9 @@ from commlib.bench.shapes import Layers
 from commlib.compressor import Compressor, LayerSpec
 from commlib.errors import MissingDependency, unknown
 from commlib.exchange import BY_SERVERS, EXCHANGES
+from commlib.planning import make_plan
 from commlib.registry import compressors, make
-from commlib.route import Route, make_plan
+from commlib.route import Route
 
 DEFAULT = ("none", "fp16", "int8", "onebit", "topk:ratio=0.01", "powersgd:rank=4")
 QUICK = ("int8", "onebit", "powersgd:rank=4@low_rank")

@@ -10,7 +10,18 @@ from torch import Tensor
 
 from commlib.collective import Rounds
 from commlib.compressor import Compressor, LayerSpec
-from commlib.exchange import blocks, dense, factors, gather, low_rank, owners, push_pull, reduce_scatter, scatter_gather
+from commlib.exchange import (
+    blocks,
+    dense,
+    factors,
+    gather,
+    low_rank,
+    owners,
+    push_pull,
+    reduce_scatter,
+    scatter_gather,
+    sparse,
+)
 from commlib.exchange.item import Item, Stripe, World
 from commlib.factors.sending import Sending
 
@@ -54,6 +65,7 @@ EXCHANGES: Mapping[str, Exchange] = MappingProxyType(
         "factors": cast(Exchange, factors),
         "owners": cast(Exchange, owners),
         "push_pull": cast(Exchange, push_pull),
+        "sparse": cast(Exchange, sparse),
     }
 )
 
@@ -62,6 +74,9 @@ CARRIERS: Mapping[str, Carrier] = MappingProxyType({**EXCHANGES, "reduce_scatter
 
 BY_SERVERS: frozenset[str] = frozenset({"push_pull"})
 """Exchanges that need servers."""
+
+OF_SPARSE: frozenset[str] = frozenset({"sparse"})
+"""Exchanges of sparse gradients, which go by no other."""
 
 BY_ROWS: Mapping[str, Callable[[Compressor, int, int, World], Sending]] = MappingProxyType(
     {"factors": factors.sending, "owners": owners.sending}

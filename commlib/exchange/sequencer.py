@@ -51,7 +51,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commlib.collective import Collective, Scope, scope_of
+from commlib.collective import Collective, Scope
+from commlib.exchange.tracks import Tracks
 from commlib.exchange.trip import Trip, through
 from commlib.profiled import ranged
 from commlib.trace import NONE, Trace
@@ -64,6 +65,10 @@ class Sequencer:
         groups: for each round, scope → process group; inline there is one entry for all rounds.
         lost: turns a failed collective into the error to raise, given (what, the backend's error).
         inline: waiting does not block (NCCL).
+
+    Attributes:
+        inline: as given.
+        tracks: the process groups, by lane.
     """
 
     def __init__(
@@ -74,15 +79,14 @@ class Sequencer:
         inline: bool,
     ) -> None:
         self.trace: Trace = NONE
-        self._groups = list(groups)
+        self.tracks = Tracks(groups)
         self._lost = lost
-        self._inline = inline
+        self.inline = inline
         self._queues: list[queue.SimpleQueue[Trip | None]] = []
         self._threads: list[threading.Thread] = []
         self._streams: dict[torch.device, Any] = {}
         self._failed: BaseException | None = None
         self._failing = threading.Lock()
-        self._sent = [dict.fromkeys(g, 0.0) for g in self._groups]  # bytes by lane: each is written by one thread only
 
     def submit(self, label: str, rounds: Iterator[list[Collective]], result: Tensor) -> torch.futures.Future[Tensor]:
         """Starts an exchange; returns at once (on a blocking backend) with a future of ``result``.
@@ -101,11 +105,11 @@ class Sequencer:
         if cuda:
             stream = self._stream(result.device)
             stream.wait_stream(torch.cuda.current_stream(result.device))
-            result.record_stream(stream)
+            (result._values() if result.is_sparse else result).record_stream(stream)
         self._start()
         with self._on_stream(result.device):
             self._advance(trip, 0)
-            while self._inline and trip.works:
+            while self.inline and trip.works:
                 self._finish_round(trip)
                 self._advance(trip, 0)
         if trip.works:
@@ -114,7 +118,7 @@ class Sequencer:
 
     def single(self, label: str, collective: Collective, result: Tensor) -> torch.futures.Future[Tensor]:
         """Like :meth:`submit`, of a bucket that is one collective of all ranks, with nothing to compute after it."""
-        if self._inline or result.device.type == "cuda" or self._failed is not None:
+        if self.inline or result.device.type == "cuda" or self._failed is not None:
             return self.submit(label, iter([[collective]]), result)
         trip = Trip(label, iter(()), result, trace=self.trace)
         self._issue(trip, [collective], 0)
@@ -163,6 +167,17 @@ class Sequencer:
             self._failed = self._failed or error
         return self._failed
 
+    @property
+    def failed(self) -> BaseException | None:
+        """Why nothing is issued any more."""
+        return self._failed
+
+    def extend(self, more: Sequence[Mapping[Scope, Any]]) -> None:
+        """More process groups, as :meth:`Tracks.extend`."""
+        if len(more) > len(self.tracks):
+            self.close()  # as many threads as there will be lanes start with the next bucket
+        self.tracks.extend(more)
+
     def close(self, *, wait: bool = True) -> None:
         """Ends the lanes once their buckets are through; with ``wait``, stays until they have ended, at most 5 s."""
         for q in self._queues[:1]:  # a lane passes the end on, behind the buckets it has passed on
@@ -172,31 +187,12 @@ class Sequencer:
             t.join(max(0.0, end - time.monotonic()))  # one that waits for a lost rank ends at its group's deadline
         self._queues, self._threads = [], []
 
-    def groups(self) -> dict[Scope, Any]:
-        """A process group of each scope, for whoever issues alike on all ranks while no bucket is under way.
-
-        The first there is. Every rank has issued all that its buckets asked of it before it finds none under way, so
-        that comes first in the sequence of each group, on all of its ranks.
-        """
-        return {scope: group for lane in reversed(self._groups) for scope, group in lane.items()}
-
-    @property
-    def wire_bytes(self) -> float:
-        """Bytes this rank has sent."""
-        return sum(sum(lane.values()) for lane in self._sent)
-
-    @property
-    def inter_bytes(self) -> float | None:
-        """Those of them that it has sent to its counterparts on other nodes; None if no lane knows of nodes."""
-        known = [lane["inter"] for lane in self._sent if "inter" in lane]
-        return sum(known) if known else None
-
     # -- lanes ----------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        if self._inline or self._threads:
+        if self.inline or self._threads:
             return
-        self._queues = [queue.SimpleQueue() for _ in self._groups]
+        self._queues = [queue.SimpleQueue() for _ in range(len(self.tracks))]
         self._threads = [
             threading.Thread(target=self._lane, args=(i, self._queues), name=f"commlib-lane-{i}", daemon=True)
             for i in range(1, len(self._queues) + 1)
@@ -255,27 +251,18 @@ class Sequencer:
         if batch is None:
             trip.end()
             return
-        self._issue(trip, batch, 0 if self._inline else lane)
+        self._issue(trip, batch, 0 if self.inline else lane)
 
     def _issue(self, trip: Trip, batch: Sequence[Collective], lane: int) -> None:
         """Starts a round's collectives."""
-        groups = self._groups[lane]
         try:
-            trip.works = [(c.issue(groups[scope_of(c)]), c, trip.trace.now()) for c in batch]
+            trip.works = [(self.tracks.issue(c, lane), c, trip.trace.now()) for c in batch]
             trip.issued += 1
         except Exception as e:
             self._fail(trip, e)
             return
         for c in batch:
-            self._count(c, lane)
-
-    def _count(self, c: Collective, lane: int) -> None:
-        scope = scope_of(c)
-        sent = c.wire_bytes(self._groups[lane][scope].size())
-        self._sent[lane][scope] += sent
-        total = sum(n for _, n in c.payers) or 1
-        for meter, n in c.payers:
-            meter.add_sent(sent * n / total)
+            self.tracks.count(c, lane)
 
     def _fail(self, trip: Trip, error: BaseException) -> None:
         """After one failure the ranks are out of step for good: every later bucket fails with the same error."""

@@ -60,6 +60,11 @@ class Throttle:
         self._valves.append(Valve(group, self))
         return self._valves[-1]
 
+    def fit(self) -> None:
+        """More groups have come than were thought of: pieces are smaller from now on. With nothing under way."""
+        if self.limit is not None:
+            self.piece = self._pacer.depth = min(self.piece, self.limit.at_once / (len(self._valves) + 1))
+
     def take(self, nbytes: float) -> float:
         """Seconds to wait before so many bytes may leave. By any thread; in the order in which they ask."""
         with self._lock:

@@ -168,6 +168,13 @@ class FactorLayers:
             tap.remove()
         self._taps = {}
 
+    def retire(self) -> None:
+        """As :meth:`remove`, for good and while the model goes on: what has not been exchanged is ordinary gradient."""
+        for tap in self._taps.values():
+            tap.retire()
+        self.observer = None
+        self.remove()
+
     # -- what taps ask and tell --
 
     def on(self, name: str) -> bool:

@@ -50,7 +50,7 @@ class Tap:
 
     def __init__(self, name: str, module: nn.Linear, owner: Owner, *, traced: bool = False) -> None:
         self.name, self.module, self.traced = name, module, traced
-        self.foreign = False
+        self.foreign = self.retired = False
         self._owner = owner
         self._rows: list[Rows] = []
         self._calls = 0
@@ -78,6 +78,19 @@ class Tap:
         if "_tap" in vars(tapped):
             del vars(tapped)["_tap"]
             tapped.__class__ = nn.Linear
+
+    def retire(self) -> None:
+        """Make the layer plain for good, between two exchanges: rows that were caught become gradient.
+
+        What passed forward before, and comes back only now, has an ordinary gradient.
+        """
+        self.retired = True
+        self.remove()
+        for u, v in self.take():
+            for name, own in (("weight", v.t() @ u), ("bias", v.sum(0))):
+                grad = getattr(self.module._parameters[name], "grad", None)
+                if grad is not None:  # there is one: of the placeholder
+                    grad.add_(own.to(grad.dtype))
 
     def take(self) -> list[Rows]:
         """What was caught; the tap is empty then."""
@@ -109,7 +122,7 @@ class Tap:
 
     def passed(self, rows: int) -> None:
         """The backward pass has come to a call that is not live."""
-        if self._owner.watching():
+        if not self.retired and self._owner.watching():
             self._owner.sighted(self.name, rows)
 
     def caught(self, x: Tensor, grad: Tensor) -> None:
@@ -167,7 +180,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight, w = ctx.saved_tensors
         tap: Tap = ctx.tap
-        leave = _accumulates(ctx) and not torch.is_grad_enabled() and not tap.altered()
+        leave = _accumulates(ctx) and not (tap.retired or torch.is_grad_enabled() or tap.altered())
         if leave:
             tap.caught(x, grad)  # first: they travel while the next line is computed
         back = grad.matmul(weight.to(x.dtype) if w is None or not leave else w) if ctx.needs_input_grad[0] else None

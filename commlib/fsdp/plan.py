@@ -11,9 +11,10 @@ from commlib.compressor import Compressor, LayerSpec
 from commlib.exchange import reduce_scatter
 from commlib.exchange.item import Stripe, World
 from commlib.hierarchy import Hierarchy, refuse
+from commlib.planning import make_plan
 from commlib.policy import Exact, Policy, policy_of
 from commlib.registry import make, make_plain
-from commlib.route import Plan, PlannedLayer, Route, Rule, Rules, make_plan
+from commlib.route import Plan, PlannedLayer, Route, Rule, Rules
 
 TO_OWNERS = "reduce_scatter"
 

@@ -28,9 +28,9 @@ from commlib.exchange.valve import Throttle
 from commlib.fsdp import values
 from commlib.fsdp.plan import Replicas
 from commlib.fsdp.units import Unit
-from commlib.groups import make_sequencer, scopes
 from commlib.handshake import answer_roll_call, roll_call
 from commlib.hierarchy import share
+from commlib.lanes import Siblings, lay, make_sequencer, scopes
 from commlib.loss_scale import LossScale
 from commlib.memory import MemoryStore
 from commlib.route import Plan, Route
@@ -268,7 +268,8 @@ class Traffic:
     # -- the process group ----------------------------------------------------------------------
 
     def _sequenced(self, group: Any, world: World, lanes: Sequence[tuple[Scope, ...]]) -> Sequencer:
-        made = make_sequencer(group, self._lost_key, world, self.device, lanes, Throttle(None, 0))
+        made = make_sequencer(group, self._lost_key, world, self.device)
+        lay(made, lanes, group, Siblings(group, self.device), Throttle(None, 0))
         weakref.finalize(self, made.close, wait=False)
         return made
 

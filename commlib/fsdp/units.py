@@ -19,7 +19,7 @@ from torch import nn
 
 from commlib.compressor import LayerSpec
 from commlib.errors import CommlibError
-from commlib.model import kinds_of, plain_name
+from commlib.model import kinds_of, plain_name, refuse_sparse
 
 _NEEDED = ("set_custom_reduce_scatter", "set_custom_all_gather")
 
@@ -133,6 +133,7 @@ def units_of(model: nn.Module) -> list[Unit]:
             f"torch {torch.__version__} has no {' and '.join(missing)} on FSDP2's modules, which compression needs: "
             "update torch (2.13 is known to work)"
         )
+    refuse_sparse(model, "FSDP2")
     names = {id(p): plain_name(name) for name, p in model.named_parameters()}
     kinds = kinds_of(model)
     found = []

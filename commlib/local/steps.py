@@ -24,7 +24,7 @@ from commlib.local.mend import mend
 from commlib.local.pace import Pace
 from commlib.local.rules import Rule, make
 from commlib.manager.board import Board
-from commlib.model import inside, trained_parameters
+from commlib.model import inside, refuse_sparse, trained_parameters
 from commlib.policy import policy_of
 from commlib.route import Rules
 from commlib.stats import Stats
@@ -101,6 +101,7 @@ class LocalSteps:
             raise TypeError("the model is wrapped in DDP, which exchanges every step: give the module that it wraps")
         if policy_of(compressor) is not None:
             raise TypeError(f"{compressor} chooses by backward passes, which are not exchanged here: name a codec")
+        refuse_sparse(inside(model), "LocalSteps")
         group = group_of(inside(model), process_group)
         ranks = dist.get_world_size(group)
         self._pace = Pace(tau, ranks, fragments)

@@ -2,7 +2,7 @@
 
 All in the thread of the backward pass. A review is held when an exchange has come through, so nothing of this model is
 under way; what it measures travels on process groups that nothing else uses then: that of the rows' first rounds, and
-under a hierarchy those of its levels (:meth:`commlib.exchange.sequencer.Sequencer.groups`). The
+under a hierarchy those of its levels (:meth:`commlib.exchange.tracks.Tracks.first`). The
 exchanges until the next review are part of the decision, so all ranks come to it after the same one.
 """
 
@@ -69,7 +69,7 @@ class Manager:
         self._sheet = Sheet()
         self._rows: dict[str, int] = {}
         self._count = 0
-        self._before: tuple[int, dict[str, float]] = 0, {}
+        self._before = 0, {name: _seconds(meter) for name, meter in meters.items()}
         self.decision = self._pilot.first()
         factors.observer = self._sheet
         self.trace: Trace = NONE
@@ -79,7 +79,8 @@ class Manager:
 
     def bucket(self, parameters: Sequence[str]) -> None:
         """DDP hands over a bucket of these parameters."""
-        self._sheet.bucket(tuple(parameters))
+        if parameters[0] in self._model.unit_of:  # a sparse one is by itself, and has no choice of routes
+            self._sheet.bucket(tuple(parameters))
 
     def backward_ended(self) -> None:
         """But the exchange has not."""
@@ -129,6 +130,9 @@ class Manager:
         self._before = self._count, {name: _seconds(m) for name, m in self._meters.items()}
         layers = {}
         for name, p in now.layers.items():
+            if p.spec.sparse:
+                layers[name] = p
+                continue
             unit = self._model.unit_of[name]
             own = unit == name or p.spec.kind == "linear.weight"
             why = d.why.get(unit, "measuring") if own else "goes with its weight"

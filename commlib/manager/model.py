@@ -66,7 +66,7 @@ class Model:
     """The units of a model.
 
     Args:
-        specs: of all parameters.
+        specs: of all parameters; sparse ones are left out, for they have no choice.
         layers: linear layers whose rows can be sent.
         compressed: route → the plan by it, of those that lose something and may be chosen all the same.
         served: the plan by servers, if there are some.
@@ -79,6 +79,7 @@ class Model:
         compressed: Mapping[str, Plan] | None = None,
         served: Plan | None = None,
     ) -> None:
+        specs = [s for s in specs if not s.sparse]
         self.unit_of = {s.name: s.layer if s.layer in layers and s.layer is not None else s.name for s in specs}
         nbytes = dict.fromkeys(self.unit_of.values(), 0)
         for s in specs:
@@ -98,7 +99,7 @@ class Model:
     def _by_unit(self, route: str, plan: Plan) -> dict[str, Payload]:
         """The units of which anything goes by it."""
         found: dict[str, Payload] = {}
-        for p in plan:
+        for p in (p for p in plan if not p.spec.sparse):
             name, spec = self.unit_of[p.spec.name], p.spec
             x = found.get(name, Payload(0.0, 0, 0))
             if str(p.route) == route:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commlib.model import refuse_sparse
 from commlib.rule import Consistency
 from commlib.server.rhythm import Rhythm
 from commlib.server.saver import Snapshots
@@ -16,13 +17,15 @@ from commlib.topology.topology import Topology
 
 
 def check_model(model: nn.Module) -> None:
-    """That nobody else exchanges its gradients.
+    """That nobody else exchanges its gradients, and that they are dense.
 
     Raises:
-        TypeError: DDP does.
+        TypeError: DDP exchanges them.
+        ValueError: an embedding has ``sparse=True``.
     """
     if isinstance(model, DistributedDataParallel):
         raise TypeError("the model is wrapped in DDP, which would average gradients too: give the module that it wraps")
+    refuse_sparse(model, "a parameter server")
 
 
 def check_background(background: bool, rhythm: Rhythm, scaler: Any) -> None:

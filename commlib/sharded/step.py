@@ -18,7 +18,7 @@ from commlib.exchange.item import World
 from commlib.finite import finite
 from commlib.groups import begin_alike, group_of
 from commlib.handshake import agree, meeting_place, publish_failure, share
-from commlib.model import layer_specs, one_device, trained_parameters
+from commlib.model import layer_specs, one_device, refuse_sparse, trained_parameters
 from commlib.route import Plan, Rules
 from commlib.server.guard import Guard
 from commlib.server.recipe import by_group
@@ -94,6 +94,7 @@ class ShardedStep:
             self._parameters = trained_parameters(model)
             by_group(optimizer, dict(model.named_parameters()))  # or raises: a parameter is missing, or a stranger
             check_optimizer(optimizer, self._parameters)
+            refuse_sparse(model, "ShardedStep")
             specs = layer_specs(model)
             self._plan = plan_of(specs, compressor, world=world.size, min_size=min_size)
             self._scale = Scale(scaler, optimizer, model)

@@ -22,8 +22,8 @@ from commlib.errors import PeerLost
 from commlib.exchange.arena import Arena
 from commlib.exchange.item import Item, Seeds, World
 from commlib.exchange.valve import Throttle
-from commlib.groups import make_sequencer
 from commlib.handshake import answer_roll_call
+from commlib.lanes import Siblings, lay, make_sequencer
 from commlib.memory import MemoryStore
 from commlib.sharded.cuts import Cut
 from commlib.sharded.parts import flat
@@ -52,13 +52,14 @@ class Traffic:
         self._arenas = {cut.spec.name: (Arena(), Arena()) for cuts in buckets for cut in cuts}
         self._under_way: list[torch.futures.Future[Tensor]] = []
         lanes: list[tuple[Any, ...]] = [("world",)]
-        self._sequencer = make_sequencer(group, self._lost_key, world, device, lanes, Throttle(None, 0))
+        self._sequencer = make_sequencer(group, self._lost_key, world, device)
+        lay(self._sequencer, lanes, group, Siblings(group, device), Throttle(None, 0))
         weakref.finalize(self, self._sequencer.close, wait=False)
 
     @property
     def sent(self) -> float:
         """Bytes of this rank."""
-        return self._sequencer.wire_bytes
+        return self._sequencer.tracks.wire_bytes
 
     def gradients(self, bucket: int, found: Mapping[str, nn.Parameter], means: Sequence[Tensor], step: int) -> None:
         """A bucket's leave; what is missing leaves as zeros. ``means`` is filled when :meth:`settle` returns.

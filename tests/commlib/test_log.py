@@ -23,7 +23,7 @@ from commlib.gauge import Gauge
 from commlib.layer import LayerSpec
 from commlib.log import changes
 from commlib.log_targets import LogFailed
-from commlib.route import make_plan
+from commlib.planning import make_plan
 from fleet import Fleet
 from toy import Trainer, batch, torchrun, train_poisoned
 

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,11 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 import commlib
 from commlib.exchange.item import World
 from commlib.lookout import handed_over
-from commlib.manager import manager
-from commlib.manager.decision import Decision
-from commlib.manager.sheet import Figures
 from fleet import Fleet
-from toy import Trainer, owed, same_everywhere
+from toy import Trainer, head, owed, same_everywhere
 
 NAMES = st.lists(st.sampled_from("abcdefgh"), unique=True, min_size=1)
 TIMES = st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0, 1e6))
@@ -71,38 +68,6 @@ def step(ddp: nn.Module, x: Tensor) -> None:
 
 def equal(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
-
-
-class Head:
-    """Dense for the first few exchanges, then all rows by factors."""
-
-    def __init__(self, model: Any, dense: int) -> None:
-        self.layers = [u.name for u in model.units.values() if u.shape is not None][::-1]
-        self.dense, self.seen = dense, list[Figures]()
-
-    def first(self) -> Decision:
-        return Decision(steps=self.dense, probe=False, skip=0)
-
-    def review(self, f: Figures) -> Decision:
-        self.seen.append(f)
-        routes = dict.fromkeys(self.layers, "factors")
-        return Decision(routes, dict.fromkeys(routes, 8), steps=1000, probe=False, phase="steady")
-
-
-@contextlib.contextmanager
-def head(dense: int) -> Iterator[list[Head]]:
-    """What attach() finds as the manager's head."""
-    made: list[Head] = []
-
-    def make(model: Any) -> Head:
-        made.append(Head(model, dense))
-        return made[-1]
-
-    original, vars(manager)["Pilot"] = vars(manager)["Pilot"], make
-    try:
-        yield made
-    finally:
-        vars(manager)["Pilot"] = original
 
 
 # -- as if nothing were attached ----------------------------------------------------------------

@@ -8,7 +8,8 @@ import torch
 import commlib
 from commlib.exchange.item import World
 from fleet import Fleet
-from toy import PAIRS, Trainer, counted, same_everywhere, through_delays
+from toy import PAIRS, Trainer, same_everywhere, through_delays
+from wires import counted
 
 
 def fifty_steps(world: World, pairs: list[str]) -> dict[str, tuple[bool, bool, float, float, float]]:

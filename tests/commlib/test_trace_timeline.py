@@ -294,7 +294,7 @@ def step_by_step(machine: Machine, profile: Profile) -> Trace:
     vars(HOOKS)["wait"] = real
     trace = Trace(clock=machine)
     group = Group(machine, trace)
-    state._sequencer._groups = [{"world": group}]
+    state._sequencer.extend([{"world": group}])
     state._record(trace)
     passes = Passes(ddp, trace)
     for _ in range(STEPS):

@@ -18,7 +18,7 @@ from commlib.bench.exchange.rank import Job
 from commlib.bench.exchange.visit import Setting, Visit
 from commlib.bench.lab.rate import segment
 from commlib.bench.place import place
-from commlib.exchange import BY_ROWS, BY_SERVERS, EXCHANGES
+from commlib.exchange import BY_ROWS, BY_SERVERS, EXCHANGES, OF_SPARSE
 from commlib.registry import compressors
 
 # 0.7 million values in two buckets; one layer is a vector that stays dense, and heights that do not divide.
@@ -68,7 +68,7 @@ def test_the_interface_counts_what_the_exchange_says_for_every_exchange_and_code
         pytest.skip(no_lab)
     pairs = choose(["all"]).pairs
     # some are made of rows, and here are only gradients; some need servers
-    assert {p.exchange for p in pairs} == set(EXCHANGES) - set(BY_ROWS) - BY_SERVERS
+    assert {p.exchange for p in pairs} == set(EXCHANGES) - set(BY_ROWS) - BY_SERVERS - OF_SPARSE
     assert {p.codec for p in pairs} == set(compressors())
     with place(None, 4, "150mbit") as where:
         outcome, error = measure(where, Job(Setting(LAYERS, steps=1), pairs, 1, 240.0, "gloo"))

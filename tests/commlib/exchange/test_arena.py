@@ -16,7 +16,7 @@ from commlib.exchange.item import World
 from commlib.hierarchy import Hierarchy
 from commlib.layer import LayerSpec
 from commlib.memory import MemoryStore
-from commlib.route import make_plan
+from commlib.planning import make_plan
 from commlib.simulate import run
 from commlib.sorter import Sorter
 from commlib.steps import Steps

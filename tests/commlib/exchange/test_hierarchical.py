@@ -13,8 +13,8 @@ from commlib.collective import AllReduce, Among, scope_of
 from commlib.compressor import LayerSpec
 from commlib.exchange import hierarchical
 from commlib.exchange.item import Item, Seeds, World
-from commlib.groups import limited, scopes
 from commlib.hierarchy import Hierarchy, refuse
+from commlib.lanes import scopes
 from commlib.memory import MemoryStore
 from commlib.registry import compressors, make
 from commlib.route import Route
@@ -204,8 +204,6 @@ def test_a_lane_has_groups_for_the_scopes_it_may_meet_and_no_others(exchanges, f
     found = scopes(exchanges, Hierarchy(((0, 1), (2, 3)), 0))
     assert found == expected
     assert scopes(exchanges, None) == [("world",)] * flat
-    assert limited(found) == sum(scope != "local" for lane in expected for scope in lane)
-    assert limited(scopes(exchanges, None)) == flat
 
 
 def test_ranks_that_ask_for_other_scopes_are_refused_by_the_simulation():

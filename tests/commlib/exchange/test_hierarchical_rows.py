@@ -15,8 +15,8 @@ from commlib.compressor import LayerSpec
 from commlib.exchange import BY_ROWS, hierarchical
 from commlib.exchange.item import Item, Seeds, World
 from commlib.factors.trip import Again, First, Habit, Trip
-from commlib.groups import scopes
 from commlib.hierarchy import Hierarchy
+from commlib.lanes import scopes
 from commlib.route import resolve
 from commlib.simulate import run
 from commlib.slots import Memory

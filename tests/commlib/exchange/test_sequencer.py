@@ -50,7 +50,7 @@ def waited(world: World, late: float) -> tuple[float, int, float]:
     assert future.done()
     assert future.wait() is value
     sequencer.close()
-    return float(value), len(looks), sequencer.wire_bytes
+    return float(value), len(looks), sequencer.tracks.wire_bytes
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def gives_up(world: World) -> tuple[bool, bool]:
         raise sequencer.give_up(KeyError("nobody comes"))
 
     futures = [sequencer.here(what, AllReduce(torch.ones(1)), torch.ones(1), look, every=0.1) for what in "ab"]
-    sent = sequencer.wire_bytes
+    sent = sequencer.tracks.wire_bytes
     sequencer.close()
     return all(isinstance(_error(f), KeyError) for f in futures), sent == 4 / 3 * 4
 

@@ -26,7 +26,8 @@ from commlib.fsdp.state import ShardedState
 from commlib.registry import make
 from fleet import Fleet, RankFailed
 from shards import Network, ShardedTrainer, batch
-from toy import counted, same_everywhere
+from toy import same_everywhere
+from wires import counted
 
 pytestmark = pytest.mark.slow
 

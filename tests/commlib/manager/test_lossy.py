@@ -17,8 +17,8 @@ from commlib.manager.pilot import Pilot
 from commlib.manager.sheet import Figures, slowest
 from commlib.model import layer_specs, linear_layers
 from commlib.overlap import Bucket, Pass
+from commlib.planning import make_plan
 from commlib.price import Way, compressed
-from commlib.route import make_plan
 
 LINK = Link(4, Line(1e-4, 1e-7), Line(1e-4, 1e-7))  # 80 Mbit/s
 FREE = Cost(Line(0, 1e-12), Line(0, 1e-12), 2, 0)

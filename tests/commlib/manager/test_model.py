@@ -18,8 +18,8 @@ from commlib.manager.model import Model, Unit, by_gain, routes
 from commlib.manager.sheet import Figures
 from commlib.model import layer_specs, linear_layers
 from commlib.overlap import Bucket, Pass
+from commlib.planning import make_plan
 from commlib.price import Way, factors, owners, owners_sent, push_pull
-from commlib.route import make_plan
 
 TIMES = st.lists(st.tuples(st.floats(0.1, 1), st.floats(0, 1)), min_size=1, max_size=6)
 SLOW = Link(4, Line(1e-4, 1e-7), Line(5e-5, 1e-7))

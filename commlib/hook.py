@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commlib.backward import at_end_of_backward, wait
+from commlib.beside import Nobody, nobody
 from commlib.checkpoint import StateDict, from_state, to_state
 from commlib.errors import PeerLost
 from commlib.exchange.item import World
@@ -34,6 +36,7 @@ from commlib.setup import Setup, check_numbers
 from commlib.sorter import Sorter
 from commlib.stats import Meter, Stats
 from commlib.steps import Steps
+from commlib.untraced import untraced
 from commlib.warm import warm
 
 
@@ -119,6 +122,7 @@ class HookState(Traceable):
         weakref.finalize(self, self._sequencer.close, wait=False)
         weakref.finalize(self, self._throttle.close, wait=False)
         self._manager: Manager | None = None
+        self.untraced = untraced(HookState.reduce)
         if self._factors is not None:
             own = self._throttle.through(sibling(self._group, setup.device))
             self._factors.tap(own, traced=setup.chosen_later)
@@ -202,6 +206,10 @@ class HookState(Traceable):
         self._end_trace()
         if self._servers is not None:
             self._servers.close()
+
+    def __reduce__(self) -> tuple[Callable[[], Nobody], tuple[()]]:
+        """A copy of the model, or a pickle, is plain."""
+        return nobody, ()
 
     # -- without a hook -------------------------------------------------------------------------
 
@@ -297,4 +305,4 @@ class HookState(Traceable):
 
 def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """The communication hook: ``ddp.register_comm_hook(commlib.HookState(ddp, …), commlib.hook)``."""
-    return state.reduce(bucket)
+    return state.untraced(state, bucket)

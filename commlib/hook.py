@@ -305,4 +305,5 @@ class HookState(Traceable):
 
 def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """The communication hook: ``ddp.register_comm_hook(commlib.HookState(ddp, …), commlib.hook)``."""
-    return state.untraced(state, bucket)
+    future: torch.futures.Future[torch.Tensor] = state.untraced(state, bucket)
+    return future

@@ -259,7 +259,7 @@ class _Tapped(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if torch.compiler.is_compiling() and self._tap.traced:
             return functional.linear(input, self.weight, self.bias)
-        return self._tap.untraced(self._tap, input)
+        return cast(Tensor, self._tap.untraced(self._tap, input))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _new_linear, (), {k: v for k, v in vars(self).items() if k != "_tap"}

@@ -58,11 +58,9 @@ class Counting:
 @contextlib.contextmanager
 def two_buckets() -> Iterator[None]:
     """DDP's, and with them graphs: the first may not be larger than the others, and usually has a megabyte."""
-    usual, dist._DEFAULT_FIRST_BUCKET_BYTES = dist._DEFAULT_FIRST_BUCKET_BYTES, 2048
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 2048)
         yield
-    finally:
-        dist._DEFAULT_FIRST_BUCKET_BYTES = usual
 
 
 class Run:

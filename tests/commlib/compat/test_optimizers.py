@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,8 @@ from toy import batch, model, same_everywhere
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch scripts something there, and warns of itself
     from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
-    from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 
 RULES = ("none", "onebit", "powersgd:rank=2", *BY_ROWS)
 HOOKED = ("onebit", "factors")
@@ -131,7 +133,7 @@ def in_backward(world: World) -> dict[str, str]:
             ddp = None if when == "before DDP" else DistributedDataParallel(net)
             _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.05})
             ddp = ddp or DistributedDataParallel(net)
-            found[f"{when}, {make.__name__}"] = error(lambda ddp=ddp, make=make: make(ddp, "onebit"))
+            found[f"{when}, {make.__name__}"] = error(functools.partial(make, ddp, "onebit"))
     return found
 
 

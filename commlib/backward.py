@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commlib.untraced import untraced
+
 
 def at_end_of_backward(call: Callable[[], None]) -> bool:
     """Whether there is a backward pass, at whose end it is called. (A rank that has joined shadows the others'.)"""
     try:
-        torch.autograd.Variable._execution_engine.queue_callback(call)
+        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(untraced(_run), call))
     except RuntimeError:
         return False
     return True
@@ -30,3 +33,7 @@ def wait(future: torch.futures.Future[Tensor], meanwhile: Callable[[], None], ev
         except queue.Empty:  # a slow link, or a rank that is gone
             meanwhile()
     future.wait()
+
+
+def _run(call: Callable[[], None]) -> None:
+    call()

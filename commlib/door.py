@@ -7,6 +7,7 @@ hands a bucket to the state that is attached now, or, if none is, does what DDP 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from commlib.beside import Nobody, nobody
 from commlib.model import check_ddp
+from commlib.untraced import untraced
 
 
 class Behind(Protocol):
@@ -37,6 +40,11 @@ class Door:
 
     def __init__(self, group: Any, attached: Behind | None) -> None:
         self._group, self.attached = group, attached
+        self.untraced = untraced(Door.reduce)
+
+    def __reduce__(self) -> tuple[Callable[[], Nobody], tuple[()]]:
+        """A copy of the model, or a pickle, is plain."""
+        return nobody, ()
 
     @property
     def door(self) -> Door:

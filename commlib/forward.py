@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from torch.nn.parallel import DistributedDataParallel
 
+from commlib.untraced import untraced
+
 
 class Beginner(Protocol):
     """Who wants to know."""
@@ -34,15 +36,18 @@ class _Before:
     """The hook itself; copying the model copies it without what it points at."""
 
     def __init__(self, who: Callable[[], Beginner | None]) -> None:
-        self._who = who
+        self._who, self._untraced = who, untraced(_tell)
 
     def __call__(self, ddp: DistributedDataParallel, inputs: Sequence[Any]) -> None:
-        who = self._who()
-        if who is not None:
-            who.begin(bool(ddp.require_backward_grad_sync))
+        self._untraced(self._who, ddp)
 
     def __reduce__(self) -> Any:
         return _nothing, ()
+
+
+def _tell(who: Callable[[], Beginner | None], ddp: DistributedDataParallel) -> None:
+    if (it := who()) is not None:
+        it.begin(bool(ddp.require_backward_grad_sync))
 
 
 def _nothing() -> Callable[[Any, Any], None]:

@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commlib.backward import at_end_of_backward, wait
+from commlib.beside import Nobody, nobody
 from commlib.checkpoint import StateDict, from_state, to_state
 from commlib.door import Door, give
 from commlib.errors import PeerLost
@@ -30,6 +32,7 @@ from commlib.setup import check_numbers
 from commlib.sorter import Sorter
 from commlib.stats import Meter, Stats
 from commlib.steps import Steps
+from commlib.untraced import untraced
 from commlib.wiring import Wiring
 
 
@@ -106,22 +109,13 @@ class HookState(Live):
         self._terms = kept | given | {"check_replicas": check_replicas}
         agree(self._group, self._key, setup.terms(factors, self._terms), self.world, timeout)
         self._names = {id(p): n for n, p in trained_parameters(inside(module)).items()}
-        self._wiring = Wiring(
-            self._group,
-            self._key,
-            self.world,
-            setup.device,
-            self._levels,
-            self._about,
-            limit,
-            self._servers,
-            timeout,
-        )
+        where = self._group, self._key, self.world, setup.device, self._levels, self._about
+        self._wiring = Wiring(*where, limit, self._servers, timeout)
         weakref.finalize(self, self._wiring.close, wait=False)
         self._turn(setup, factors, self._key)
         self._shows(module, self._group, f"{self._key}/lost", setup.device, self._sorter.gauge, check_replicas)
         own = module.process_group if isinstance(module, DistributedDataParallel) else self._group
-        self.door = Door(own, self)
+        self.door, self.untraced = Door(own, self), untraced(HookState.reduce)
 
     def follow(self, ddp: DistributedDataParallel) -> None:
         """Have this DDP model exchange by this state: it gets the hook as soon as there is something for that to do.
@@ -130,8 +124,8 @@ class HookState(Live):
         """
         self.door = give(ddp, self.door)
         self.door.attached = self
-        if ddp._comm_hooks:
-            return  # it has the door already
+        if any(getattr(state, "door", None) is self.door for _, state in ddp._comm_hooks):
+            return  # it is registered already
         if self._idle() and self._group is ddp.process_group and visible(ddp):
             told = self._fence, self._exchanged, (self.door, hook)
             self._lookout = Lookout(ddp, self._sorter.meters, self.world, *told)
@@ -194,6 +188,10 @@ class HookState(Live):
         Non-finite steps are discarded without it. Call it on every rank, before the next backward pass.
         """
         self._steps.discard()
+
+    def __reduce__(self) -> tuple[Callable[[], Nobody], tuple[()]]:
+        """A copy of the model, or a pickle, is plain."""
+        return nobody, ()
 
     # -- without a hook -------------------------------------------------------------------------
 
@@ -296,4 +294,5 @@ class HookState(Live):
 
 def hook(state: HookState | Door, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """The communication hook: ``ddp.register_comm_hook(commlib.HookState(ddp, …), commlib.hook)``."""
-    return state.reduce(bucket)
+    future: torch.futures.Future[torch.Tensor] = state.untraced(state, bucket)
+    return future

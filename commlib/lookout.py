@@ -31,6 +31,7 @@ from commlib.model import check_ddp, trained_parameters
 from commlib.passes import TRACK
 from commlib.stats import Meter
 from commlib.trace import NONE, Trace
+from commlib.untraced import untraced
 
 Buckets = list[tuple[float, tuple[str, ...]]]
 """(when it was ready, the names of its parameters), in DDP's order; :func:`time.perf_counter`."""
@@ -111,7 +112,7 @@ class Lookout:
         one: Any = next(reversed(self._parameters.values()))
         self._handles = [
             before_forward(ddp, self, keep=True),
-            one.register_post_accumulate_grad_hook(functools.partial(_one_is_ready, own)),
+            one.register_post_accumulate_grad_hook(functools.partial(untraced(_one_is_ready), own)),
         ]
         vars(ddp)["join_hook"] = _AtJoin(own, ddp)  # of this object alone
 
@@ -135,7 +136,8 @@ class Lookout:
             own = weakref.ref(self)
             for name, p in self._parameters.items():
                 parameter: Any = p
-                self._watches.append(parameter.register_post_accumulate_grad_hook(functools.partial(_note, own, name)))
+                note = functools.partial(untraced(_note), own, name)
+                self._watches.append(parameter.register_post_accumulate_grad_hook(note))
         elif not on:
             for handle in self._watches:
                 handle.remove()
@@ -168,7 +170,12 @@ class Lookout:
     # -- what the model's hooks tell --
 
     def begin(self, syncing: bool) -> None:
-        """As :meth:`commlib.forward.Beginner.begin`."""
+        """As :meth:`commlib.forward.Beginner.begin`.
+
+        Raises:
+            ValueError: the model has been given a hook meanwhile, beside which nothing else can be chosen any more.
+        """
+        check_ddp(self._ddp())
         if torch.is_grad_enabled():
             self._expected, self._queued = self._expected or syncing, False  # DDP, too, expects it until it comes
             self._ready.clear()

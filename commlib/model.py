@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commlib.beside import Nobody, advice
 from commlib.compressor import Kind, LayerSpec
 
 _CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -23,11 +24,12 @@ def check_ddp(ddp: Any) -> None:
             f"commlib.attach needs a torch.nn.parallel.DistributedDataParallel, got {type(ddp).__name__}: "
             "wrap the model first, ddp = DistributedDataParallel(model)"
         )
-    if getattr(ddp, "_comm_hooks", None):
-        name = getattr(ddp._comm_hooks[0][0], "__qualname__", "unknown")
+    hooks = [hook for hook, state in getattr(ddp, "_comm_hooks", ()) if not isinstance(state, Nobody)]
+    if hooks:
+        name = getattr(hooks[0], "__qualname__", "unknown")
         raise ValueError(
             f"this DDP model already has a communication hook ({name}); PyTorch allows one for its lifetime: "
-            "wrap the model in a new DistributedDataParallel"
+            + advice(name)
         )
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
+from commlib.beside import check_beside
 from commlib.compressor import Compressor
 from commlib.exchange import BY_ROWS, BY_SERVERS
 from commlib.factors.layers import FactorLayers
@@ -74,6 +75,7 @@ class Setup:
             ValueError, TypeError: a bad rule or model; servers that nothing goes by, or none where something does.
         """
         world = group.size() if hierarchy is None else hierarchy.inter.size
+        check_beside(module)
         specs = layer_specs(inside(module), getattr(module, "parameters_to_ignore", ()))
         device = one_device(specs)
         _check_servers(servers, group, device, hierarchy)

@@ -14,12 +14,13 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commlib.compressor import Compressor
 from commlib.exchange import BY_ROWS
 from commlib.exchange.item import Seeds, World
+from commlib.factors.kept import has_gradient
 from commlib.factors.order import Order
 from commlib.factors.tap import Tap
 from commlib.factors.trip import Habit, Trip
@@ -241,6 +242,8 @@ class FactorLayers:
             for tap in self._taps.values():
                 tap.take()
             self._reset()
+        for tap in self._taps.values():
+            tap.begin()
         self._armed, self._syncing = torch.is_grad_enabled(), syncing
         if self._armed and self.observer is not None:
             self.observer.begin()
@@ -263,11 +266,7 @@ class FactorLayers:
 
     def _start(self, name: str) -> None:
         tap = self._taps[name]
-        dirty = tap.foreign or any(_has_gradient(p.grad) for p in tap.module.parameters())
+        dirty = tap.foreign or has_gradient(list(tap.module.parameters()))
         tap.foreign = False
         self._issued.add(name)
         self._trip(name).start(tap.take(), dirty, self._group)
-
-
-def _has_gradient(grad: Tensor | None) -> bool:
-    return grad is not None and bool(grad.any())

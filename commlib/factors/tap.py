@@ -2,21 +2,31 @@
 
 y = x·Wᵀ + b has dW = VᵀU with U the input rows (K, M) and V the rows of the output's gradient (K, N), and db is the
 sum of V's rows. A tapped layer computes neither: autograd gets a placeholder of zeros that takes no memory, so that
-DDP's bucket becomes ready as always, and the exchange writes the mean gradient into it.
+DDP's bucket becomes ready as always, and the exchange writes the mean gradient into it. Where somebody may see what
+autograd gets (within ``no_sync``, or by a hook on a parameter) it is the layer's own gradient.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from commlib.backward import at_end_of_backward
+from commlib.factors.kept import Kept, has_gradient
+from commlib.untraced import untraced
+
+_BREAK = (
+    "commlib catches this layer's rows in Python, by its route: for a graph without this break give it another, "
+    'as commlib.attach(ddp, "none")'
+)
 Rows = tuple[Tensor, Tensor]
 """(K, M) inputs and (K, N) output gradients, in one dtype."""
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, None]
+"""Of a layer's input, weight and bias, and none of its tap."""
 
 
 class Owner(Protocol):
@@ -57,14 +67,16 @@ class Tap:
         self._hidden = False  # called without grad while training: a checkpoint, which calls again later
         self._zero = torch.zeros((), device=module.weight.device)
         self._hooks: list[Any] = []
-        self.untraced = _untraced()
+        self._kept = Kept(list(module.parameters()))
+        self.untraced, self.backward = untraced(Tap.forward, _BREAK), untraced(_backward)
 
     def put(self) -> None:
         """Make the layer tapped; more than once does no harm."""
         if "_tap" in vars(self.module):
             return
         parameters: list[Any] = list(self.module.parameters())
-        self._hooks = [p.register_hook(self._watch) for p in parameters]
+        watch = untraced(Tap._watch)
+        self._hooks = [p.register_hook(functools.partial(watch, self, i)) for i, p in enumerate(parameters)]
         vars(self.module)["_tap"] = self
         swapped: Any = self.module
         swapped.__class__ = _Tapped
@@ -80,21 +92,20 @@ class Tap:
             tapped.__class__ = nn.Linear
 
     def retire(self) -> None:
-        """Make the layer plain for good, between two exchanges: rows that were caught become gradient.
+        """Make the layer plain for good, between two exchanges: rows that are kept are in ``grad``, and go as that.
 
         What passed forward before, and comes back only now, has an ordinary gradient.
         """
         self.retired = True
         self.remove()
-        for u, v in self.take():
-            for name, own in (("weight", v.t() @ u), ("bias", v.sum(0))):
-                grad = getattr(self.module._parameters[name], "grad", None)
-                if grad is not None:  # there is one: of the placeholder
-                    grad.add_(own.to(grad.dtype))
+        self.take()
 
     def take(self) -> list[Rows]:
         """What was caught; the tap is empty then."""
+        if self._kept.waiting:  # no row has come in this pass, and grad goes out as it is
+            self._drop()
         rows, self._rows = self._rows, []
+        self._kept.forget()
         self._calls, self._hidden = 0, False
         return rows
 
@@ -104,7 +115,7 @@ class Tap:
         if not self.live():
             y = functional.linear(x, weight, bias)
             if y.requires_grad and self._owner.watching():
-                y.register_hook(lambda grad: self.passed(grad.numel() // grad.shape[-1]))  # type: ignore[no-untyped-call]
+                y.register_hook(functools.partial(untraced(Tap.passed), self))  # type: ignore[no-untyped-call]
             return y
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
@@ -120,21 +131,64 @@ class Tap:
         self._calls += live
         return live
 
-    def passed(self, rows: int) -> None:
+    def passed(self, grad: Tensor) -> None:
         """The backward pass has come to a call that is not live."""
         if not self.retired and self._owner.watching():
-            self._owner.sighted(self.name, rows)
+            self._owner.sighted(self.name, grad.numel() // grad.shape[-1])
 
-    def caught(self, x: Tensor, grad: Tensor) -> None:
-        """The rows of one call, in the backward pass."""
+    def caught(self, x: Tensor, grad: Tensor) -> tuple[bool, bool]:
+        """The rows of one call, in the backward pass.
+
+        Returns:
+            Whether they leave, so that nobody needs their product here; whether they are kept beside it.
+        """
         u, v = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-        if not self._owner.syncing():  # it outlives this backward pass, and its input may be used again
-            u, v = u.clone(), v.clone()
-        self._rows.append((u, v))
+        leave, parameters = self._owner.syncing(), list(self.module.parameters())
         if self._owner.watching():
             self._owner.sighted(self.name, len(u))
-        if self._owner.syncing() and len(self._rows) == self._calls and not self._hidden:
+        if self._kept.waiting:
+            if not self._kept.untouched():
+                self._drop()
+            elif leave:  # instead of what they made
+                for p in parameters:
+                    if p.grad is not None:
+                        p.grad.zero_()
+        if not leave:
+            return False, self._keep(u, v)
+        self._rows.append((u, v))
+        if len(self._rows) == self._calls and not self._hidden:
             self._owner.complete(self.name)
+        return True, False
+
+    def made(self, products: list[Tensor]) -> None:
+        """The products of rows that are kept."""
+        if not self._kept.under_way:
+            at_end_of_backward(self._pass_ended)
+        self._kept.made(products)
+
+    def begin(self) -> None:
+        """A forward pass of the model begins: a backward pass that is still under way has broken off."""
+        if self._kept.under_way:
+            self._drop()
+            self._kept.forget()
+
+    def _keep(self, u: Tensor, v: Tensor) -> bool:
+        """Keep rows beyond this pass, unless ``grad`` has something already that is not made of rows."""
+        keep = bool(self._rows) or not has_gradient(list(self.module.parameters()))
+        if keep:
+            self._rows.append((u.clone(), v.clone()))  # the input may be used again
+        else:
+            self._calls -= 1
+        return keep
+
+    def _pass_ended(self) -> None:
+        if self._kept.under_way and not self._kept.end():
+            self._drop()
+
+    def _drop(self) -> None:
+        """Give up what was caught: ``grad`` has it, or nobody wants it any more."""
+        self._calls -= len(self._rows)
+        self._rows = []
 
     def empty(self) -> bool:
         """Whether nothing was caught since :meth:`take`."""
@@ -142,28 +196,24 @@ class Tap:
 
     def altered(self) -> bool:
         """Whether somebody else's hook sees, and may change, the local gradient of a parameter: then it must exist."""
-        return any(len(p._backward_hooks or ()) > 1 for p in self.module.parameters())
+        parameters: list[Any] = list(self.module.parameters())
+        return any(
+            len(p._backward_hooks or ()) > 1 or p._post_accumulate_grad_hooks or hasattr(p, "_in_backward_optimizers")
+            for p in parameters
+        )
 
     def placeholder(self, like: Tensor) -> Tensor:
         """Zeros that take no memory."""
         return self._zero.to(like.dtype).expand(like.shape)
 
-    def _watch(self, grad: Tensor) -> None:
+    def _watch(self, index: int, grad: Tensor) -> None:
         """Sees all gradient of a parameter: what is not the placeholder came from elsewhere, as a penalty's does."""
+        if self._kept.saw(index, grad):
+            return
         plain = all(s == 0 for s, n in zip(grad.stride(), grad.shape, strict=True) if n > 1)
         value = grad[(0,) * grad.dim()] if plain and grad.numel() else grad
         if self._owner.on(self.name) and bool(value.any()):
             self.foreign = True
-
-
-@functools.cache
-def _untraced() -> Callable[[Tap, Tensor], Tensor]:
-    """:meth:`Tap.forward` for code that ``torch.compile`` sees: rows are caught by Python, in the backward pass.
-
-    Made with the first tap: it loads torch._dynamo, a second that who imports commlib need not wait. (DDP loads it.)
-    """
-    untraced: Callable[[Tap, Tensor], Tensor] = torch.compiler.disable(Tap.forward)  # type: ignore[no-untyped-call]
-    return untraced
 
 
 class _Linear(torch.autograd.Function):
@@ -177,19 +227,26 @@ class _Linear(torch.autograd.Function):
         return functional.linear(x, w, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x, weight, w = ctx.saved_tensors
-        tap: Tap = ctx.tap
-        leave = _accumulates(ctx) and not (tap.retired or torch.is_grad_enabled() or tap.altered())
-        if leave:
-            tap.caught(x, grad)  # first: they travel while the next line is computed
-        back = grad.matmul(weight.to(x.dtype) if w is None or not leave else w) if ctx.needs_input_grad[0] else None
-        if leave:
-            bias = tap.placeholder(tap.module.bias) if ctx.has_bias else None
-            return back, tap.placeholder(weight), bias, None
-        flat = grad.reshape(-1, grad.shape[-1])
-        own = (flat.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype)
-        return back, own, flat.sum(0).to(weight.dtype) if ctx.has_bias else None, None
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
+        back: Gradients = ctx.tap.backward(ctx, grad)
+        return back
+
+
+def _backward(ctx: Any, grad: Tensor) -> Gradients:
+    x, weight, w = ctx.saved_tensors
+    tap: Tap = ctx.tap
+    leave = kept = False
+    if _accumulates(ctx) and not (tap.retired or torch.is_grad_enabled() or tap.altered()):
+        leave, kept = tap.caught(x, grad)  # first: they travel while the next line is computed
+    back = grad.matmul(weight.to(x.dtype) if w is None or not leave else w) if ctx.needs_input_grad[0] else None
+    if leave:
+        return back, tap.placeholder(weight), tap.placeholder(tap.module.bias) if ctx.has_bias else None, None
+    flat = grad.reshape(-1, grad.shape[-1])
+    own = (flat.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype)
+    bias = flat.sum(0).to(weight.dtype) if ctx.has_bias else None
+    if kept:
+        tap.made([own] if bias is None else [own, bias])
+    return back, own, bias, None
 
 
 def _accumulates(node: Any) -> bool:
@@ -211,7 +268,7 @@ class _Tapped(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if torch.compiler.is_compiling() and self._tap.traced:
             return functional.linear(input, self.weight, self.bias)
-        return self._tap.untraced(self._tap, input)
+        return cast(Tensor, self._tap.untraced(self._tap, input))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _new_linear, (), {k: v for k, v in vars(self).items() if k != "_tap"}

@@ -334,8 +334,9 @@ def events(world: World, rule: str) -> list[str]:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
     ddp = DistributedDataParallel(model)
     comm = commlib.attach(ddp, rule, min_size=0)
-    for name, p in model.named_parameters():
-        p.register_post_accumulate_grad_hook(lambda p, name=name: seen.append(name))
+    nodes: dict[str, Any] = {name: p.view_as(p).grad_fn.next_functions[0][0] for name, p in model.named_parameters()}  # type: ignore[union-attr]
+    for name, node in nodes.items():  # a hook on the parameter would have the layer compute its gradient
+        node.register_hook(lambda *_, name=name: seen.append(name))
     group: Any = dist.ProcessGroup
     how = {"factors": "_allgather_base", "owners": "alltoall_base"}[rule]
     send = group.__dict__[how]

@@ -1,0 +1,91 @@
+"""What else people put on a DDP model: what has the gradient exchange for itself, and what would see it too early."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+_WRAP_ANEW = "wrap the model in a new DistributedDataParallel"
+_ZERO = "it is that of ZeroRedundancyOptimizer with overlap_with_ddp=True; make that optimizer without it"
+_OWN_HOOKS = {
+    "_reducer_allreduce_and_upcast_hook": (
+        "it is that of DDP's mixed_precision=; use torch.autocast, or a model in bfloat16"
+    ),
+    "apply_optim_in_backward_hook": (
+        "it is that of an optimizer in the backward pass (_apply_optimizer_in_backward); step after the backward pass"
+    ),
+    "hook_then_optimizer_wrapper": "it is that of _register_fused_optim; step after the backward pass",
+    "hook_with_zero_fn": _ZERO,
+    "hook_with_zero_interleaved_fn": _ZERO,
+}
+
+
+class Nobody:
+    """What a copy of a DDP model has in place of the hook's state: its reducer, which is new, has no hook."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"this came with a copy of a DDP model, and has no {name}: a copy is plain; attach to it")
+
+
+def nobody() -> Nobody:
+    """Of a copy or pickle."""
+    return Nobody()
+
+
+def advice(hook: str) -> str:
+    """What to do about a communication hook that is there already.
+
+    Args:
+        hook: its qualified name.
+    """
+    return next((f"{what}, and {_WRAP_ANEW}" for name, what in _OWN_HOOKS.items() if hook.endswith(name)), _WRAP_ANEW)
+
+
+def check_beside(module: nn.Module) -> None:
+    """Looks for what does not go with a communication hook, and what does not see what it leaves.
+
+    Args:
+        module: the DDP model, or the one inside.
+
+    Raises:
+        ValueError: DDP was made for the Python reducer or its own mixed precision; an optimizer steps within the
+            backward pass.
+
+    Warns:
+        UserWarning: a parameter has a hook that sees this rank's gradient alone.
+    """
+    if isinstance(module, DistributedDataParallel):
+        _check_ddp(module)
+    parameters: dict[str, Any] = dict(module.named_parameters())
+    stepped = [name for name, p in parameters.items() if getattr(p, "_in_backward_optimizers", None)]
+    if stepped:
+        raise ValueError(
+            f"{_some(stepped)} an optimizer in the backward pass (_apply_optimizer_in_backward), which DDP runs in a "
+            "communication hook of its own, and there can be one: step after the backward pass"
+        )
+    early = [name for name, p in parameters.items() if p._post_accumulate_grad_hooks]
+    if early:
+        warnings.warn(
+            f"{_some(early)} a post-accumulate hook: it runs before the exchange and sees this rank's gradient. An "
+            "optimizer that steps there makes replicas different, with plain DDP too",
+            stacklevel=2,
+        )
+
+
+def _check_ddp(ddp: DistributedDataParallel) -> None:
+    if getattr(ddp, "_use_python_reducer", False):
+        raise ValueError(
+            "DDP was made with torch._dynamo.config.optimize_ddp='python_reducer', which has no buckets and gives a "
+            "communication hook nothing to exchange: make it with another value, as True (the default) or False"
+        )
+    if ddp.mixed_precision is not None:
+        own = "_reducer_allreduce_and_upcast_hook"
+        raise ValueError(f"this DDP model has a communication hook of its own ({own}): {advice(own)}")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 1} more parameters have" if len(names) > 1 else " has"
+    return names[0] + more

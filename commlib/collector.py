@@ -53,7 +53,7 @@ class Collector:
             PeerLost: a rank did not come in time.
             CheckpointMismatch: ranks are in different steps; all that came raise it.
         """
-        mine = _on_host(self._comm.state_dict())
+        mine: StateDict = _on_host(self._comm.state_dict())
         said = self._meet({_STEP: str(mine["step"])}, "save a checkpoint", timeout)
         steps = [rank[_STEP] for rank in said]
         if len(set(steps)) > 1:
@@ -141,8 +141,8 @@ class Collector:
         missing = wait_for_all(store, f"{key}/self", self._world, timeout)
         if missing:
             raise PeerLost(
-                f"rank {', '.join(map(str, missing))} of {self._world.size} did not come within {timeout:g} s to {what} "
-                f"(this is rank {self._world.rank}): commlib's state is on all ranks, so every rank must make the call"
+                f"rank {', '.join(map(str, missing))} of {self._world.size} did not come within {timeout:g} s "
+                f"to {what} (this is rank {self._world.rank}): commlib's state is on all ranks, so every rank must make the call"
             )
         return [msgpack.unpackb(store.get(f"{key}/self/{r}")) for r in range(self._world.size)]
 

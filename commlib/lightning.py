@@ -1,6 +1,6 @@
 """Lightning: ``Trainer(strategy=commlib.lightning.DDPStrategy("onebit"), …)``, for ``import lightning``.
 
-For ``import pytorch_lightning``, whose Trainer knows no strategy of the other package: :mod:`commlib.pytorch_lightning`.
+For ``import pytorch_lightning``, whose Trainer takes no strategy of the other: :mod:`commlib.pytorch_lightning`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class DDPStrategy(Compressing, _Plain):
 
     Args:
         compressor: as :func:`commlib.attach` takes it.
-        **options: those of :class:`commlib.HookState` (``dense_steps``, ``min_size``, ``seed``, ``limit``, ``hierarchy``,
-            ``servers``), of Lightning's DDPStrategy (``process_group_backend``, ``start_method``, …) and of
+        **options: those of :class:`commlib.HookState` (``dense_steps``, ``min_size``, ``seed``, ``limit``,
+            ``hierarchy``, ``servers``), of Lightning's DDPStrategy (``process_group_backend``, ``start_method``, …) and of
             DistributedDataParallel (``find_unused_parameters``, ``bucket_cap_mb``, …). ``timeout``, a timedelta, is of
             the process group and of all commlib's meetings.
 

@@ -16,5 +16,5 @@ from commlib.strategy import Compressing
 _Plain: Any = pytorch_lightning.strategies.DDPStrategy  # to type checkers Compressing is of the other package
 
 
-class DDPStrategy(Compressing, _Plain):
-    """``commlib.lightning.DDPStrategy`` for the Trainer of ``pytorch_lightning``: the same arguments, state and errors."""
+class DDPStrategy(Compressing, _Plain):  # type: ignore[misc]
+    """``commlib.lightning.DDPStrategy`` for ``pytorch_lightning``'s Trainer: the same arguments, state and errors."""

@@ -71,8 +71,8 @@ class Compression(TrainerCallback):
 def attach(trainer: Trainer, compressor: Rules | Policy | Plan = Exact(), **options: Any) -> Compression:
     """Has a Trainer compress gradients, and keep all ranks' residuals in its checkpoints.
 
-    Every ``checkpoint-N`` gets a ``commlib.pt``, unless ``save_only_model``; ``trainer.train(resume_from_checkpoint=…)``
-    takes it, also with another number of processes.
+    Every ``checkpoint-N`` gets a ``commlib.pt``, unless ``save_only_model``;
+    ``trainer.train(resume_from_checkpoint=…)`` takes it, also with another number of processes.
 
     Args:
         trainer: before ``train()``; any subclass of ``transformers.Trainer``.
@@ -94,7 +94,7 @@ def attach(trainer: Trainer, compressor: Rules | Policy | Plan = Exact(), **opti
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise ValueError("commlib goes with the Trainer's DDP, not with FSDP or DeepSpeed")
     if trainer.args.world_size == 1:
-        ddp_of(trainer.model, 1, "")
+        ddp_of(trainer.model_wrapped, 1, "")
     if any(isinstance(c, Compression) for c in trainer.callback_handler.callbacks):
         raise ValueError("this Trainer has commlib attached already")
     callback = Compression(trainer, compressor, options)
@@ -104,7 +104,8 @@ def attach(trainer: Trainer, compressor: Rules | Policy | Plan = Exact(), **opti
     def remembering(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         folder = resume_from_checkpoint or None
         if folder is True:
-            folder = get_last_checkpoint(trainer.args.output_dir)
+            last: Any = get_last_checkpoint
+            folder = last(trainer.args.output_dir)
         callback.resumed = None if folder is None else Path(folder)
         return train(resume_from_checkpoint, *args, **kwargs)
 

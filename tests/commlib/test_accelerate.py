@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,22 +20,19 @@ import commlib.accelerate
 from commlib import CheckpointMismatch
 from commlib.exchange.item import World
 from fleet import Fleet
-from toy import batch, model, owed, same_everywhere
+from toy import Logged, batch, model, owed, same, same_everywhere, torchrun
 
 
 @contextmanager
 def processes(world: World) -> Iterator[None]:
-    """What torchrun would set; Accelerate keeps what it has seen for the life of a process, and here jobs follow."""
-    made = {"RANK": world.rank, "LOCAL_RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.size}
-    os.environ.update({k: str(v) for k, v in made.items()})
-    _forget()
-    try:
-        yield
-    finally:
+    """Accelerate keeps what it has seen for the life of a process, and here many jobs follow each other in one."""
+    with torchrun(world, world.size):
         _forget()
-        for name in made:
-            del os.environ[name]
-        gc.collect()  # before the process group, on which DDP models must not be left
+        try:
+            yield
+        finally:
+            _forget()
+            gc.collect()  # before the process group, on which DDP models must not be left
 
 
 def _forget() -> None:
@@ -89,17 +84,6 @@ class Loop:
             self.comm.close()
 
 
-def same(a: Any, b: Any) -> bool:
-    """To the last bit."""
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
-
-
 # -- resuming -----------------------------------------------------------------------------------
 
 
@@ -131,7 +115,9 @@ def resumed(world: World, folder: str, spec: str, scaled: bool) -> dict[str, boo
 
 
 @pytest.mark.parametrize(
-    ("spec", "scaled"), [("onebit", False), ("topk:ratio=0.1", False), ("onebit", True)], ids=["onebit", "topk", "scaler"]
+    ("spec", "scaled"),
+    [("onebit", False), ("topk:ratio=0.1", False), ("onebit", True)],
+    ids=["onebit", "topk", "scaler"],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(fleet: Fleet, tmp_path: Path, spec: str, scaled: bool):
     for found in fleet.run(2, resumed, str(tmp_path), spec, scaled):
@@ -169,14 +155,8 @@ def test_another_number_of_processes_shares_out_what_was_not_sent(fleet: Fleet, 
         torch.testing.assert_close(after[name], values, rtol=1e-5, atol=1e-9)
 
 
-def begins_to_compress(world: World, folder: str, caught: list[str]) -> tuple[list[str], str]:
-    class Keeper(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            caught.append(record.getMessage())
-
-    keeper = Keeper()
-    logging.getLogger("commlib").addHandler(keeper)
-    with processes(world):
+def begins_to_compress(world: World, folder: str) -> tuple[list[str], str]:
+    with processes(world), Logged() as said:
         plain = Loop(world, None)
         plain.train(2)
         plain.accelerator.save_state(folder)
@@ -193,12 +173,11 @@ def begins_to_compress(world: World, folder: str, caught: list[str]) -> tuple[li
             uneven = str(e)
         loop.close()
         del loop, plain
-    logging.getLogger("commlib").removeHandler(keeper)
-    return caught, uneven
+        return said, uneven
 
 
 def test_a_run_without_commlib_goes_on_with_it_and_says_so_once(fleet: Fleet, tmp_path: Path):
-    (first, one), (second, other) = fleet.run(2, begins_to_compress, str(tmp_path), [])
+    (first, one), (second, other) = fleet.run(2, begins_to_compress, str(tmp_path))
     assert first == [f"{tmp_path}/commlib.pt is not there: residuals begin at zero"]
     assert second == []
     assert one == other
@@ -276,5 +255,5 @@ def test_one_process_and_no_accelerator_are_refused():
             commlib.accelerate.attach(accelerator, accelerator.prepare(nn.Linear(4, 4)), "onebit")
     finally:
         _forget()
-    with pytest.raises(TypeError, match="must be an accelerate.Accelerator, got Linear"):
-        commlib.accelerate.attach(nn.Linear(4, 4), nn.Linear(4, 4))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"must be an accelerate\.Accelerator, got Linear"):
+        commlib.accelerate.attach(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -88,8 +88,12 @@ def differing(world: World, folder: str) -> dict[str, str]:
     broken = Path(folder) / "broken.pt"
     broken.write_bytes(path.read_bytes()[:1000])
     found = {
-        "another model": message(lambda: collector.restore(lambda: other if world.rank == 1 else state), CheckpointMismatch),
-        "one has none": message(lambda: collector.restore(lambda: None if world.rank == 1 else state), CheckpointMismatch),
+        "another model": message(
+            lambda: collector.restore(lambda: other if world.rank == 1 else state), CheckpointMismatch
+        ),
+        "one has none": message(
+            lambda: collector.restore(lambda: None if world.rank == 1 else state), CheckpointMismatch
+        ),
         "broken": message(lambda: collector.load(broken if world.rank == 0 else path), CheckpointMismatch),
     }
     if world.rank == 1:

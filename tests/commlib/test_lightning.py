@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy as PlainStrategy
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import commlib
 import commlib.lightning
@@ -27,9 +28,10 @@ from commlib.exchange.item import World
 from commlib.lightning import DDPStrategy
 from commlib.strategy import KEY
 from fleet import Fleet
-from toy import batch, model, owed, same_everywhere
+from toy import Logged, batch, model, owed, same, same_everywhere
 
 BATCHES = 6  # an epoch
+T = TypeVar("T")
 
 
 class Toy(pl.LightningModule):
@@ -45,7 +47,7 @@ class Toy(pl.LightningModule):
         comm = getattr(self.trainer.strategy, "comm", None)
         self.taken = {} if comm is None else comm.state_dict()
 
-    def training_step(self, which: torch.Tensor, index: int) -> torch.Tensor:
+    def training_step(self, which: torch.Tensor, index: int) -> Any:
         if self.trainer.global_step == self.raises_at:
             raise ArithmeticError("as asked")
         step = self.trainer.global_step * self.trainer.accumulate_grad_batches + index % 2
@@ -95,7 +97,7 @@ def fit(world: World, strategy: Any, module: Toy | None = None, *, resume: Any =
 
 
 def loader_of(world: World) -> Any:
-    return torch.utils.data.DataLoader(torch.arange(BATCHES * world.size), batch_size=1)
+    return DataLoader(TensorDataset(torch.arange(BATCHES * world.size)), batch_size=1)
 
 
 def everything(made: pl.Trainer) -> dict[str, Any]:
@@ -105,34 +107,6 @@ def everything(made: pl.Trainer) -> dict[str, Any]:
     optimizer = [s["momentum_buffer"] for s in made.optimizers[0].state_dict()["state"].values()]
     weights = {k: v.clone() for k, v in made.lightning_module.state_dict().items()}
     return {"weights": weights, "momentum": optimizer, "comm": strategy.comm.state_dict(), "scaler": plugin}
-
-
-def same(a: Any, b: Any) -> bool:
-    """To the last bit."""
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
-
-
-def warned(job: Callable[[], Any]) -> list[str]:
-    """What commlib logs meanwhile."""
-    found: list[str] = []
-
-    class Keeper(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
-
-    keeper, log = Keeper(), logging.getLogger("commlib")
-    log.addHandler(keeper)
-    try:
-        job()
-    finally:
-        log.removeHandler(keeper)
-    return found
 
 
 def plugins(mixed: bool) -> list[Any]:
@@ -169,7 +143,7 @@ def flat(made: pl.Trainer) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in made.lightning_module.parameters()])
 
 
-def ended(found: Any) -> Any:
+def ended(found: T) -> T:
     """Before the process group, on which DDP models must not be left."""
     gc.collect()
     return found
@@ -212,7 +186,8 @@ def begins_to_compress(world: World, folder: str) -> tuple[list[str], bool, int]
     fit(world, PlainStrategy(), max_epochs=1, folder=folder)
     strategy = DDPStrategy("onebit", min_size=0)
     module = Toy(world)
-    said = warned(lambda: fit(world, strategy, module, resume=f"{folder}/step=4.ckpt", max_steps=6))
+    with Logged() as said:
+        fit(world, strategy, module, resume=f"{folder}/step=4.ckpt", max_steps=6)
     assert strategy.comm is not None
     return ended((said, module.taken["ranks"] == {str(world.rank): {}}, strategy.comm.stats().steps))
 
@@ -260,15 +235,14 @@ def interrupted(world: World, folder: str) -> dict[str, Any]:
     made = trainer(world, DDPStrategy("onebit", min_size=0), **options)
     with pytest.raises(ArithmeticError):
         made.fit(Toy(world, raises_at=3), loader_of(world))
-    commlib.strategy._PATIENCE = 0.5 if world.rank == 0 else 10.0
     alone = f"{folder}/alone.ckpt"
-    said = []
-    if world.rank == 0:  # this rank alone has failed
-        checkpoint = made._checkpoint_connector.dump_checkpoint(False)
-        said = warned(lambda: made.strategy.save_checkpoint(checkpoint, alone))
+    with Logged() as said:
+        if world.rank == 0:  # this rank alone has failed
+            made.strategy.save_checkpoint(made._checkpoint_connector.dump_checkpoint(False), alone)
     dist.barrier()
     after = Toy(world)
-    resumed = warned(lambda: fit(world, DDPStrategy("onebit", min_size=0), after, resume=alone, max_steps=5))
+    with Logged() as resumed:
+        fit(world, DDPStrategy("onebit", min_size=0), after, resume=alone, max_steps=5)
     commlib.strategy._PATIENCE = 10.0
     return ended({"said": said, "resumed": resumed, "step": after.taken["step"]})
 
@@ -343,10 +317,16 @@ def in_the_other_package(world: World, folder: str) -> list[str]:
     os.environ.update(RANK=str(world.rank), LOCAL_RANK=str(world.rank), WORLD_SIZE=str(world.size))
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     strategy = commlib.pytorch_lightning.DDPStrategy("onebit", min_size=0)
-    environment = other.plugins.environments.TorchElasticEnvironment()
+    environment: Any = importlib.import_module("lightning_fabric.plugins.environments").TorchElasticEnvironment()
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     made = other.Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, plugins=[environment], max_steps=3, **quiet, default_root_dir=folder
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        plugins=[environment],
+        max_steps=3,
+        **quiet,
+        default_root_dir=folder,
     )
     made.fit(Small(), loader_of(world))
     made.save_checkpoint(f"{folder}/other.ckpt")

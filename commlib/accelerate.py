@@ -30,7 +30,8 @@ def attach(
 
     The accelerator's GradScaler is known to commlib; ``accumulate``, ``clip_grad_norm_`` and ``unwrap_model`` are as
     before. ``accelerator.save_state(folder)``, which all processes must call then, writes ``commlib.pt``
-    (``commlib_1.pt`` for a second model) on the main process; ``load_state(folder)`` takes it, also with another number of processes.
+    (``commlib_1.pt`` for a second model) on the main process; ``load_state(folder)`` takes it, also with another
+    number of processes.
 
     Args:
         accelerator: whose checkpoints are meant.

@@ -142,7 +142,8 @@ class Collector:
         if missing:
             raise PeerLost(
                 f"rank {', '.join(map(str, missing))} of {self._world.size} did not come within {timeout:g} s "
-                f"to {what} (this is rank {self._world.rank}): commlib's state is on all ranks, so every rank must make the call"
+                f"to {what} (this is rank {self._world.rank}): commlib's state is on all ranks, "
+                "so every rank must make the call"
             )
         return [msgpack.unpackb(store.get(f"{key}/self/{r}")) for r in range(self._world.size)]
 

@@ -57,6 +57,19 @@ def sibling(group: Any, device: torch.device, some: Sequence[int] | None = None)
     )
 
 
+def for_states(group: Any, device: torch.device) -> Any:
+    """One more process group, over which values go from host to host. Collective over its ranks only.
+
+    Args:
+        group: whose ranks.
+        device: where the gradients are. NCCL would send by way of it, where rank 0 has no room for all ranks' states.
+    """
+    if not waits_on_stream(group, device):
+        return sibling(group, device)
+    members, timeout = dist.get_process_group_ranks(group), deadline(group, device)
+    return dist.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=True)
+
+
 def begin_alike(model: nn.Module, group: Any) -> None:
     """The first rank's parameters and buffers, on all. Collective."""
     first = dist.get_process_group_ranks(group)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import time
@@ -122,13 +123,43 @@ class Trainer:
 def torchrun(world: World, local: int) -> Iterator[None]:
     """What torchrun would set for a rank, with so many on each node."""
     node, place = divmod(world.rank, local)
-    made = {"GROUP_RANK": node, "LOCAL_RANK": place, "LOCAL_WORLD_SIZE": local}
+    made = {"RANK": world.rank, "WORLD_SIZE": world.size}
+    made |= {"GROUP_RANK": node, "LOCAL_RANK": place, "LOCAL_WORLD_SIZE": local}
     os.environ.update({k: str(v) for k, v in made.items()})
     try:
         yield
     finally:
         for name in made:
             del os.environ[name]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values, or trees of dicts and lists of them, are equal to the last bit."""
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+class Logged(logging.Handler):
+    """What commlib logs inside its block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        logging.getLogger("commlib").addHandler(self)
+        return self.messages
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("commlib").removeHandler(self)
 
 
 def same_everywhere(world: World, x: Tensor) -> bool:

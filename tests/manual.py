@@ -82,6 +82,43 @@ def commands(text: str) -> list[str]:
     return [re.sub(r"\s+#\s.*$", "", line).strip() for line in joined.splitlines() if line.strip()]
 
 
+_COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:commlib|make|torchrun|pip|python3?) \S.*|\.ci/run")
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command of the documentation.
+
+    Args:
+        where: page and line.
+        line: what a reader would type.
+        inline: it stands in a sentence, and may be no more than a name.
+        runs: it is one of a console that tests/docs/test_blocks.py runs.
+    """
+
+    where: str
+    line: str
+    inline: bool = False
+    runs: bool = False
+
+
+def all_commands(page: Path) -> list[Command]:
+    """Those of indented blocks, of fenced ones that are no program, and of the sentences of a page."""
+    found = []
+    for block in blocks(page):
+        if block.file or block.language not in ("indented", "", "text", "sh", "console"):
+            continue
+        lines = commands(block.text)
+        if block.language != "indented":  # in a console, and in what looks like one, the rest is output
+            lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+        runs = block.language == "console" and not block.marks.startswith("notest")
+        where = f"{name_of(page)}:{block.line}"
+        found += [Command(where, line, runs=runs) for line in lines if _COMMAND.fullmatch(line)]
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    inline = [c for c in re.findall(r"`([^`\n]+)`", prose) if _COMMAND.fullmatch(c)]
+    return found + [Command(name_of(page), line, inline=True) for line in dict.fromkeys(inline)]
+
+
 def environment(folder: Path) -> dict[str, str]:
     """For what runs in a folder as a reader would in his: this Python's commands first, nothing of the tests'."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

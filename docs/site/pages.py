@@ -108,7 +108,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
     parts = re.split(r"(^ *```.*?^ *```+ *$)", markdown, flags=re.DOTALL | re.MULTILINE)
     parts[::2] = [_LINK.sub(moved, text) for text in parts[::2]]
-    text = re.sub(r"^( *```\w+) notest.*$", r"\1", "".join(parts), flags=re.MULTILINE)
+    text = re.sub(r"^( *```\w+) (?:notest|lab).*$", r"\1", "".join(parts), flags=re.MULTILINE)
     return text.replace(_COMMANDS, "\n".join(_reference())) if _COMMANDS in text else text
 
 
@@ -130,14 +130,14 @@ def _reference() -> Iterator[str]:
 
 def _described(command: click.Command, above: click.Context, name: str) -> Iterator[str]:
     with command.make_context(name, [], parent=above, resilient_parsing=True) as context:
-        if isinstance(command, click.Group):
+        if hasattr(command, "commands"):
             for each in command.list_commands(context):
                 yield from _described(command.commands[each], context, each)
             return
         yield from ("", f"## {context.command_path}", "", "```text", f"{context.get_usage()}", "```", "")
         yield _escaped(command.help or "")
         rows = [p.get_help_record(context) for p in command.get_params(context)]
-        rows = [(_escaped(r[0]), _escaped(r[1])) for r in rows if r is not None and r[0] != "--help"]
+        rows = [(r[0].replace("|", "\\|"), _escaped(r[1])) for r in rows if r is not None and r[0] != "--help"]
         if rows:
             yield from ("", "| | |", "|---|---|")
             yield from (f"| `{option}` | {text} |" for option, text in rows)

@@ -84,9 +84,7 @@ def shape(line: str) -> str:
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, env=environment(folder), cwd=folder, capture_output=True, text=True, timeout=SECONDS
-    )
+    return subprocess.run(command, env=environment(folder), cwd=folder, capture_output=True, text=True, timeout=SECONDS)
 
 
 def test_pages_with_code_are_found():

@@ -103,19 +103,33 @@ class Unreadable(Exception):
     """What is wrong with a command, in the words of whoever would run it."""
 
 
+FILLED_IN = {"COMMAND": "doctor", "ROUNDS": "1", "STEPS": "1"}
+"""What stands for what a reader chooses, where the parser wants to know."""
+
+
 def read(command: Command) -> None:
     """Holds a command to the parser of its program; raises Unreadable. Nothing is run."""
-    for line in command.line.split(" && "):
-        try:
-            words = shlex.split(line)
-        except ValueError as e:
-            raise Unreadable(str(e)) from e
-        for each in alternatives(words):
-            check(each, named=command.inline)
+    for words in commands_in(command.line):
+        check(words, named=command.inline)
+
+
+def commands_in(line: str) -> list[list[str]]:
+    """Those joined by ``&&``, each as its words; ``a b | c`` is ``a b`` and ``a c``."""
+    try:
+        words = [FILLED_IN.get(w, w) for w in shlex.split(line)]
+    except ValueError as e:
+        raise Unreadable(str(e)) from e
+    found: list[list[str]] = [[]]
+    for word in words:
+        if word == "&&":
+            found.append([])
+        else:
+            found[-1].append(word)
+    return [each for part in found for each in alternatives(part)]
 
 
 def alternatives(words: list[str]) -> list[list[str]]:
-    """``a b | c`` is ``a b`` and ``a c``. What a reader fills in goes: … and OPTIONS; so do > FILE and NAME=VALUE."""
+    """What a reader fills in goes: … and OPTIONS; so do > FILE and NAME=VALUE."""
     words = words[: words.index(">")] if ">" in words else words
     words = [w for w in words if w not in ("…", "OPTIONS")]
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
@@ -139,16 +153,19 @@ def check(words: Sequence[str], *, named: bool) -> None:
         done = subprocess.run(["make", "-n", *rest], cwd=ROOT, capture_output=True, text=True)
         need(done.returncode == 0, done.stderr)
     elif program == "pip":
-        extras = re.search(r'^\[project\.optional-dependencies\]\n(.*?)\n\[', (ROOT / "pyproject.toml").read_text(), re.M | re.S)
+        extras = re.search(
+            r"^\[project\.optional-dependencies\]\n(.*?)\n\[", (ROOT / "pyproject.toml").read_text(), re.M | re.S
+        )
         assert extras is not None
         known = set(re.findall(r"^(\w+) = ", extras[1], flags=re.MULTILINE))
         asked = {e for name in re.findall(r"\[([\w,]+)\]", " ".join(rest)) for e in name.split(",")}
         need(rest[:1] == ["install"] and asked <= known, f"pip install, of extras {sorted(known)}")
     elif program == "sh":
         need(rest[:1] == ["-c"], "sh -c 'COMMAND'")
-        inner = [w for w in alternatives(shlex.split(rest[1].replace("$", ""))) if w[0] != "ip"]
-        for each in inner:
+        for each in commands_in(rest[1]):
             check(each, named=named)
+    elif program in (".", "ip"):
+        pass  # of the shell, of the system
     else:
         need((ROOT / program).is_file(), f"there is no {program}")
 
@@ -167,6 +184,8 @@ def check_commlib(args: Sequence[str], *, named: bool) -> None:
             name, command, left = command.resolve_command(context, left)
             context = command.make_context(name, left, parent=context)
     except Exception as e:
+        if getattr(e, "exit_code", None) == 0:  # --help
+            return
         if named and type(e).__name__ in ("MissingParameter", "NoArgsIsHelpError"):
             return
         raise Unreadable(getattr(e, "message", "") or str(e)) from e
@@ -230,7 +249,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def words_of(line: str, more: str = "") -> list[str]:
-    (words,) = alternatives(shlex.split(line))
+    (words,) = commands_in(line)
     return [*words[1:], *shlex.split(more)]
 
 

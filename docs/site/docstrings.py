@@ -1,4 +1,4 @@
-"""Griffe extension: this project's docstrings say `:class:` and `::`, as many do for Sphinx; the site reads Markdown."""
+"""Griffe extension: docstrings here say `:class:` and `::`, as for Sphinx; the site reads Markdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every command of the documentation is run as it is printed, run with less to do, or read by the parser that it is for."""
+"""Every command of the documentation is run as printed, run with less to do, or read by its own parser."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ CUT = {
 
 IN_A_LAB = {
     "commlib bench lab --hosts 4 --rate 200mbit -- python train.py",
-    "commlib bench lab --hosts 4 --rate 1gbit --at 10:50mbit --at 20:2=10mbit --at 30:cut=3 --at 40:heal=3 -- python train.py",
+    "commlib bench lab --hosts 4 --rate 1gbit --at 10:50mbit --at 20:2=10mbit --at 30:cut=3 --at 40:heal=3 "
+    "-- python train.py",
 }
 """Run where there can be emulated hosts, with a train.py that says which rank it is."""
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -176,7 +177,7 @@ def check_commlib(args: Sequence[str], *, named: bool) -> None:
     if not args:
         return
     try:
-        command = typer.main.get_command(build(args[0]))
+        command: Any = typer.main.get_command(build(args[0]))
         context = command.make_context("commlib", list(args))
         while hasattr(command, "commands"):
             left = [*context._protected_args, *context.args]

@@ -10,7 +10,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test chaos fuzz lint bench wheel-test spark clean types
+.PHONY: help demo test chaos fuzz lint docs bench wheel-test spark clean types
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
@@ -34,6 +34,10 @@ lint: $(READY) types  ## ruff check, ruff format --check, mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(READY) types  ## the documentation as a site, build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html; with search: $(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site"
 
 # Where there are no emulated hosts: make bench AT="--ranks 2"
 AT ?= --hosts 4 --rate 200mbit
@@ -92,7 +96,7 @@ clean:  ## remove what was built, and the caches; .venv stays
 types:
 	@rm -rf build/typed && mkdir -p build/typed/commlib
 	@cd build/typed/commlib && ln -s ../../../commlib/* ../../../compressors ../../../transports ../../../bench .
-	@ln -s ../../tests/cluster.py ../../tests/driver.py ../../tests/fleet.py ../../tests/frames.py ../../tests/loops.py ../../tests/shards.py ../../tests/strategies.py ../../tests/toy.py ../../tests/traces.py ../../tests/turns.py ../../tests/wires.py build/typed
+	@ln -s ../../tests/cluster.py ../../tests/driver.py ../../tests/fleet.py ../../tests/frames.py ../../tests/loops.py ../../tests/manual.py ../../tests/shards.py ../../tests/strategies.py ../../tests/toy.py ../../tests/traces.py ../../tests/turns.py ../../tests/wires.py build/typed
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \

@@ -67,7 +67,8 @@ class DTSSP(Consistency):
     accuracy, against its own prose: ``literal`` takes it at its word.) An old value of 0 says nothing of a gain.
 
     Args:
-        least, most: bounds of s; it begins at ``least``.
+        least: bound of s, which begins there.
+        most: the upper bound.
         limit: percent.
         on: ``accuracy`` or ``loss``: what :meth:`Threshold.observe` is told.
         literal: the printed sign.

@@ -89,7 +89,7 @@ _KIND_OF = {kind.code: name for name, kind in KINDS.items()}
 class Frame(NamedTuple):
     """One message; after its kind, the fields in the order of the wire.
 
-    Args:
+    Attributes:
         kind: of :data:`KINDS`.
         sender: rank.
         number: 0, 1, … of the sender's frames to this peer.

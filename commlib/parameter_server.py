@@ -51,12 +51,12 @@ class ParameterServer(Traceable):
         model: not wrapped in DDP; all its gradients go to the servers.
         optimizer: of ``torch.optim``, over ``model.parameters()``; not stepped from now on.
         consistency: how far workers may be apart: spec, or ``BSP``, ``SSP``, … ``Topology``, as an object.
-        servers: ``embedded`` starts a shard on each machine, ``embedded:2`` two; or ``HOST:PORT`` where members meet
-            (``commlib server``).
+        servers: ``embedded`` starts a shard on each machine, ``embedded:2`` two; or ``HOST:PORT`` (``commlib server``).
         mean: a step counts as the mean of the workers' gradients, as with DDP; else as their sum.
         copies: shards that keep each value: with 2, one may die.
         lost: ``go on`` without a worker that is lost, or ``fail``.
-        workers, rank: how many begin, and which of these this is. Default: the process group's, or as torchrun says.
+        workers: how many begin. Default: the process group's, or as torchrun says.
+        rank: which of these this is; by default likewise.
         process_group: whose ranks the workers are. Default: all ranks.
         late: this worker comes to a job that has begun: it has no rank, and takes the values as they are.
         shards: how many begin, of servers that meet elsewhere.

@@ -118,14 +118,7 @@ class _Rank:
         self.rank = rank
         ours, theirs = socket.socketpair()
         try:
-            self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-c", BOOTSTRAP, str(theirs.fileno())],
-                env={**os.environ, **env},
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C in the terminal goes to the parent alone
-            )
+            self.process = start(prefix, theirs.fileno(), {**os.environ, **env})
         except BaseException:
             ours.close()
             raise
@@ -171,6 +164,24 @@ class _Rank:
             why = f"was killed by {signal.Signals(-code).name}"
             return RankFailed(self.rank, why + (" (out of memory?)" if -code == signal.SIGKILL else ""))
         return RankFailed(self.rank, f"ended without a result (exit code {code})")
+
+
+def start(prefix: Sequence[str], link: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """A rank's process, which finds its job at a socket.
+
+    Args:
+        prefix: words put before its command line.
+        link: the socket's file descriptor, which the process gets too.
+        env: all of its environment.
+    """
+    return subprocess.Popen(
+        [*prefix, sys.executable, "-c", BOOTSTRAP, str(link)],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=2,
+        pass_fds=(link,),
+        start_new_session=True,  # Ctrl-C in the terminal goes to the parent alone
+    )
 
 
 def _collect(ranks: list[_Rank], on_message: Callable[[int, Any], None] | None, deadline: float | None) -> list[Any]:

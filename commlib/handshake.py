@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgpack
+from torch.distributed import distributed_c10d
 
 from commlib.errors import PeerLost, PlanMismatch
 from commlib.exchange.item import World
@@ -22,7 +23,9 @@ _DID = {ATTACH: "attached", "swap": "swapped to", "detach": "detached at"}
 
 def store_of(group: Any) -> Any:
     """The key-value store behind a process group."""
-    return group.get_group_store()
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return distributed_c10d._get_process_group_store(group)  # torch 2.7: the group does not know it
 
 
 def meeting_place(group: Any, world: World) -> str:

@@ -6,23 +6,22 @@ import contextlib
 import gc
 import os
 import signal
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 
+import warm
+from commlib.bench import launch
 from commlib.bench.lab import Lab, unavailable
 from commlib.cli import main
-from fleet import PIDS, Fleet
+from fleet import Fleet
+from leaks import children, listeners, threads
 from turns import shares, turn
 
 _PATIENCE = 5.0  # seconds that what a test started may take to go away by itself
-_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # Python keeps them until it exits
 
 # A test that starts processes shares two cores with them: a deadline would measure the machine.
 settings.register_profile("local", deadline=None)
@@ -57,6 +56,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # PyTorch's modules and thousands of tests need no looking through again and again
+
+
+@pytest.fixture(autouse=True)
+def warm_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of ``run_ranks`` are forked (tests/warm.py), but where to start them is the subject."""
+    if request.node.get_closest_marker("cold") is None:
+        monkeypatch.setattr(launch, "start", warm.start)
 
 
 @pytest.fixture(scope="session")
@@ -117,43 +123,3 @@ def no_leaks() -> Iterator[None]:
             pytest.fail("left behind: " + "; ".join(f"{k}: {', '.join(v)}" for k, v in left.items() if v))
         gc.collect()  # a process group closes its sockets when it is collected
         time.sleep(0.02)
-
-
-def children() -> dict[object, str]:
-    """Process id → command line of every child that is not one of Python's own helpers; zombies count."""
-    found: dict[object, str] = {}
-    for task in Path("/proc/self/task").glob("*/children"):
-        try:
-            pids = task.read_text().split()
-        except OSError:
-            continue  # the thread has ended
-        for pid in pids:
-            try:
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue  # the child has ended
-            if pid not in PIDS and not any(h in command for h in _HELPERS):
-                found[pid] = f"{pid} ({command.strip() or 'zombie'})"
-    return found
-
-
-def threads() -> dict[object, str]:
-    """Every live non-daemon thread by identity."""
-    return {t: t.name for t in threading.enumerate() if not t.daemon}
-
-
-def listeners() -> dict[object, str]:
-    """Inode → address of every socket that this process has open and that listens."""
-    found: dict[object, str] = {}
-    for path in Path("/proc/self/fd").glob("*"):
-        with contextlib.suppress(OSError):  # closed meanwhile, as the descriptor of this very listing is
-            if (name := os.readlink(path)).startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(path.name))) as s:
-                    if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        found[name] = _address(s)
-    return found
-
-
-def _address(s: socket.socket) -> str:
-    address = s.getsockname()
-    return f"unix {address or 'unnamed'}" if s.family == socket.AF_UNIX else f"tcp port {address[1]}"

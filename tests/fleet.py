@@ -11,7 +11,6 @@ import datetime
 import gc
 import importlib
 import io
-import multiprocessing
 import os
 import tempfile
 import time
@@ -24,6 +23,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+import warm
 from commlib.exchange.item import World
 
 PIDS: set[str] = set()
@@ -64,7 +64,7 @@ class Fleet:
         self._ranks = []
 
     def _start(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = warm.context()
         while len(self._ranks) < size:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)

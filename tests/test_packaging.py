@@ -1,15 +1,21 @@
-"""What is in the wheel: every module of the four folders, and nothing at the top level but commlib."""
+"""What is in the wheel: every file of the four folders, and nothing at the top level but commlib; and in the sdist."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from pathlib import Path
 
 import pytest
+from packaging.metadata import Metadata
+
+import commlib
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {
@@ -27,43 +33,85 @@ def tracked() -> list[str]:
     return [name for name in dict.fromkeys(listed) if (ROOT / name).is_file()]
 
 
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """Names in the wheel and in the source distribution, and what the wheel says of itself."""
+
+    wheel: list[str]
+    sdist: list[str]
+    metadata: bytes
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Names in a wheel built from a copy of the tracked files: what lies about in the checkout has no part in it."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """Built from a copy of the tracked files, where nothing else lies about: the sdist, and the wheel from the sdist.
+
+    There is no torch to import for it: who builds a distribution has none.
+    """
     copy = tmp_path_factory.mktemp("checkout")
     for name in tracked():
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, copy / name)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist"]
-    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
+    without = tmp_path_factory.mktemp("without")
+    (without / "torch.py").write_text("raise ImportError('the build imports torch')")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist"]
+    env = {**os.environ, "PYTHONPATH": str(without)}
+    done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    (built,) = (copy / "dist").glob("*.whl")
-    with zipfile.ZipFile(built) as archive:
-        return archive.namelist()
+    (wheel,), (sdist,) = (copy / "dist").glob("*.whl"), (copy / "dist").glob("*.tar.gz")
+    assert wheel.name == f"torch_commlib-{commlib.__version__}-py3-none-any.whl"
+    assert sdist.name == f"torch_commlib-{commlib.__version__}.tar.gz"
+    with zipfile.ZipFile(wheel) as archive, tarfile.open(sdist) as source:
+        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        inside = [member.name.partition("/")[2] for member in source.getmembers() if member.isfile()]
+        return Built(archive.namelist(), inside, archive.read(metadata))
 
 
 @pytest.mark.checkout
-def test_every_module_is_in_the_wheel(wheel: list[str]) -> None:
+def test_every_file_of_the_folders_is_in_the_wheel(built: Built) -> None:
     wanted = {}
     for name in tracked():
         folder, _, rest = name.partition("/")
-        if folder in FOLDERS and name.endswith((".py", "py.typed")):
+        if folder in FOLDERS:
             wanted[f"{FOLDERS[folder]}/{rest}"] = name
-    assert wanted
-    forgotten = sorted(name for inside, name in wanted.items() if inside not in wheel)
-    assert not forgotten, "list their package under [tool.setuptools] in pyproject.toml: " + ", ".join(forgotten)
+    assert {"commlib/py.typed", "commlib/bench/plan/convergence.csv"} <= set(wanted)
+    forgotten = sorted(name for inside, name in wanted.items() if inside not in built.wheel)
+    assert not forgotten, "list their package, or them, under [tool.setuptools] in pyproject.toml: " + ", ".join(
+        forgotten
+    )
 
 
 @pytest.mark.checkout
-def test_commlib_is_the_only_top_level_name(wheel: list[str]) -> None:
-    top = {name.partition("/")[0] for name in wheel}
+def test_commlib_is_the_only_top_level_name(built: Built) -> None:
+    top = {name.partition("/")[0] for name in built.wheel}
     assert {name for name in top if not name.endswith(".dist-info")} == {"commlib"}
 
 
 @pytest.mark.checkout
-def test_the_wheel_carries_no_tests_and_the_licence(wheel: list[str]) -> None:
-    assert not [name for name in wheel if "test_" in name or "conftest" in name]
-    assert any(name.endswith("/licenses/LICENSE") for name in wheel)
+def test_the_wheel_carries_no_tests_and_the_licence(built: Built) -> None:
+    assert not [name for name in built.wheel if "test_" in name or "conftest" in name]
+    assert any(name.endswith("/licenses/LICENSE") for name in built.wheel)
+
+
+@pytest.mark.checkout
+def test_the_sdist_is_the_checkout_tests_and_docs_included(built: Built) -> None:
+    wanted = {name for name in tracked() if not name.startswith((".ci/", ".git"))}
+    assert sorted(wanted - set(built.sdist)) == [], "name them in MANIFEST.in"
+    made = {"PKG-INFO", "setup.cfg"}
+    assert sorted(n for n in set(built.sdist) - wanted - made if not n.startswith("torch_commlib.egg-info/")) == []
+
+
+@pytest.mark.checkout
+def test_the_metadata_is_valid_and_its_version_the_one_that_the_package_says(built: Built) -> None:
+    found = Metadata.from_email(built.metadata, validate=True)  # as an index does
+    assert (found.name, str(found.version)) == ("torch-commlib", commlib.__version__)
+    assert (found.license_expression, found.license_files) == ("Apache-2.0", ["LICENSE"])
+    assert found.description_content_type == "text/markdown"
+    assert "Requires-Dist: torch>=2.7\n" in built.metadata.decode()
+
+
+def test_the_installed_version_is_the_one_that_the_package_says() -> None:
+    assert version("torch-commlib") == commlib.__version__, "installed before the version changed: make .venv/.ready"
 
 
 @pytest.mark.parametrize(

@@ -12,20 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from commlib.fsdp.traffic import Traffic
 from commlib.fsdp.units import Unit
 
 
 class _Memory:
-    """Buffers as FSDP2's own collectives make them."""
+    """Buffers as FSDP2's own collectives make them. (Its base classes say what is asked for; older torch lacks them.)"""
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty([int(n) for n in size], dtype=dtype, device=device)
 
 
-class ToOwners(_Memory, ReduceScatter):
+class ToOwners(_Memory):
     """A unit's gradients, by the plan; where all of them go as they are, by ``own``, FSDP2's collective."""
 
     def __init__(self, traffic: Traffic, unit: Unit, own: Any) -> None:
@@ -45,7 +44,7 @@ class ToOwners(_Memory, ReduceScatter):
             self._traffic.to_owners(self._unit, input_tensor, output_tensor, op)
 
 
-class ToAll(_Memory, AllGather):
+class ToAll(_Memory):
     """A unit's parameters, by their codecs; any other all-gather than that of all chunks over all shards by ``own``.
 
     (After a forward pass FSDP2 may keep them sharded over fewer ranks: what it gathers then has been decoded before.)

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from commlib.bench.child import tell
 from commlib.bench.launch import RankFailed, run_ranks
 
+pytestmark = pytest.mark.cold
+
 
 def add_up(start: int) -> tuple[int, float]:
     """Sum start + rank over the ranks, as any torchrun program would."""

@@ -7,7 +7,6 @@ No survivor ends before all of them have raised, for that would be noticed.
 from __future__ import annotations
 
 import datetime
-import multiprocessing
 import os
 import signal
 import time
@@ -22,6 +21,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
+import warm
 from commlib.exchange.item import World
 from toy import torchrun
 
@@ -78,8 +78,7 @@ def test_every_other_rank_names_it_in_time_fails_the_next_step_too_and_ends_by_i
     rule: str, hierarchy: bool | None
 ):
     server = c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "commlib", __name__])
+    context = warm.context()
     ranks: list[tuple[Any, Connection]] = []
     try:
         for rank in range(SIZE):

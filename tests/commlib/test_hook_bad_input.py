@@ -162,7 +162,7 @@ def all_wrong(world: World) -> dict[str, Caught | None]:
     for title, (options, *_) in OPTIONS.items():
         attempt(title, ddp, "onebit", **options)
     for title, (model, rule, *_) in RULES.items():
-        attempt(title, wrap(model()), rule)
+        attempt(title, wrap(model(), init_sync=False), rule)  # torch 2.7 broadcasts nothing complex over Gloo
     # the DDP model on which all that was tried is as it was
     attempt("a good attach afterwards", ddp, "onebit", min_size=0)
     found["trains afterwards"] = caught(lambda: backward(ddp, world.rank))

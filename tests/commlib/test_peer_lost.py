@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import multiprocessing
 import os
 import signal
 import time
@@ -21,6 +20,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
+import warm
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]  # thirty processes start at once, and have deadlines
 
@@ -127,8 +127,7 @@ class _Rank:
 @contextlib.contextmanager
 def cast(port: int, names: Sequence[str]) -> Iterator[dict[tuple[str, int], _Rank]]:
     """All ranks of these scenes; none of them outlives this."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "commlib", __name__])
+    context = warm.context()
     ranks: dict[tuple[str, int], _Rank] = {}
     try:
         for name in names:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import random
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from commlib.bench.lab import Lab
 from commlib.bench.lab.run import run_command
 from commlib.bench.lab.schedule import Event
@@ -70,8 +70,7 @@ def test_fifty_starts_and_random_kills_leave_nothing(no_lab: str | None) -> None
     draw = random.Random(3)
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     before = left(mark)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context = warm.context()
     killed: dict[str, int] = {}
     for _ in range(50):
         owner = context.Process(target=own_a_lab, args=(mark,))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import multiprocessing
 import os
 import random
 import resource
@@ -26,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import warm
 from commlib.buffers import to_buffer
 from commlib.consistency import BSP
 from commlib.errors import CheckpointMismatch, CommlibError
@@ -296,5 +296,5 @@ def kills(folder: Path) -> None:
 
 
 def test_of_a_writer_that_is_killed_at_any_moment_the_newest_is_whole(tmp_path: Path) -> None:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    with warm.context().Pool(1) as pool:
         pool.apply_async(kills, (tmp_path,)).get(60)

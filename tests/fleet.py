@@ -98,12 +98,15 @@ class Fleet:
 
 
 def _serve(pipe: Connection) -> None:
-    torch.set_num_threads(1)
+    before = dict(os.environ)
     gc.freeze()  # PyTorch's modules need no looking through after each job
     warnings.simplefilter("ignore")
     with contextlib.suppress(EOFError):
         while True:
             module, name, rank, size, folder, backend, args = pipe.recv()
+            torch.set_num_threads(1)  # a job's libraries may have set another number, and environment variables
+            os.environ.clear()
+            os.environ.update(before)
             try:
                 job = getattr(importlib.import_module(module), name)
                 store = torch._C._distributed_c10d.FileStore(os.path.join(folder, "store"), size)

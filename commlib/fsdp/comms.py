@@ -18,7 +18,7 @@ from commlib.fsdp.units import Unit
 
 
 class _Memory:
-    """Buffers as FSDP2's own collectives make them. (Its base classes say what is asked for; older torch lacks them.)"""
+    """Buffers as FSDP2's own collectives make them. (Its base classes say what is asked for)"""
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty([int(n) for n in size], dtype=dtype, device=device)

@@ -173,8 +173,9 @@ def all_wrong(world: World) -> dict[str, Caught | None]:
     attempt("plain module", mlp(), "onebit")
     attempt("wrapped in Sequential", nn.Sequential(wrap(mlp())), "onebit")
     attempt("no module", "onebit", ddp)
-    sparse = wrap(nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4)))
-    attempt("sparse embedding", sparse, "none")
+    tied = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 9))
+    tied[1].weight = tied[0].weight
+    attempt("sparse embedding, tied", wrap(tied), "none")
     found["nothing trained, DDP"] = caught(lambda: wrap(all_frozen()))
     found["nothing trained"] = caught(lambda: commlib.HookState(all_frozen(), "onebit", timeout=20))
     found["empty model"] = caught(lambda: commlib.HookState(nn.Sequential(), "onebit", timeout=20))
@@ -222,7 +223,7 @@ def test_a_bad_rule_is_named(wrong: list[dict[str, Caught | None]], title: str):
         ("no module", "TypeError", ("DistributedDataParallel, got str",)),
         ("attach after attach", "ValueError", ("attached already", r"comm\.swap\(…\)", r"comm\.detach\(\)")),
         ("attach after another hook", "ValueError", (r"already has a communication hook \(someone_elses_hook\)",)),
-        ("sparse embedding", "ValueError", ("0 is an embedding with sparse=True", "set sparse=False")),
+        ("sparse embedding, tied", "ValueError", ("0.weight is of an embedding with sparse=True", "set sparse=False")),
         ("nothing trained, DDP", "RuntimeError", ("requires a gradient",)),
         ("nothing trained", "ValueError", ("no parameter that requires a gradient",)),
         ("empty model", "ValueError", ("no parameter that requires a gradient",)),

@@ -24,7 +24,7 @@ class DDPStrategy(Compressing, _Plain):
     Args:
         compressor: as :func:`commlib.attach` takes it.
         **options: those of :class:`commlib.HookState` (``dense_steps``, ``min_size``, ``seed``, ``limit``,
-            ``hierarchy``, ``servers``), of Lightning's DDPStrategy (``process_group_backend``, ``start_method``, …), and of
+            ``hierarchy``, ``servers``), of Lightning's DDPStrategy (``process_group_backend``, ``start_method``, …), of
             DistributedDataParallel (``find_unused_parameters``, ``bucket_cap_mb``, …). ``timeout``, a timedelta, is of
             the process group and of all commlib's meetings.
 

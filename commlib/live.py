@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import logging
 import weakref
@@ -185,9 +186,10 @@ class Live(Loggable):
     def _manager(self) -> Manager | None:
         return self._wiring.manager
 
+    @abc.abstractmethod
     def exchange(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """As :meth:`commlib.door.Behind.exchange`."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _hook_if_needed(self) -> None:
-        raise NotImplementedError
+        """DDP gets the hook as soon as there is something for that to do."""

@@ -7,6 +7,7 @@ done while nobody logs, and nothing here keeps alive what is logged.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import logging
 import os
@@ -36,7 +37,7 @@ VERSION = 1
 """Of the entries: a reader knows it by the first of a run."""
 
 
-class Loggable(Traceable):
+class Loggable(Traceable, abc.ABC):
     """What :meth:`log_to` can be asked of: who exchanges gradients by a plan."""
 
     world: World
@@ -81,9 +82,9 @@ class Loggable(Traceable):
         self._logging = Log(self, _opened(targets, self.world.rank), every)
         return self._logging
 
+    @abc.abstractmethod
     def stats(self) -> Stats:
         """Of all steps so far."""
-        raise NotImplementedError
 
     # -- what whoever exchanges tells -----------------------------------------------------------
 
@@ -118,8 +119,9 @@ class Loggable(Traceable):
         if self._logging is not None and not joined:
             self._logging.stepped(self)
 
+    @abc.abstractmethod
     def _meanwhile(self) -> None:
-        raise NotImplementedError
+        """Called now and then while something is waited for; raises if it will not come."""
 
     def _end_trace(self) -> None:
         """Ends a log, too."""

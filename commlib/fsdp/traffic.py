@@ -18,22 +18,21 @@ from torch import Tensor
 
 from commlib.backward import at_end_of_backward, wait
 from commlib.collective import AllGather, Rounds, Scope, lockstep
-from commlib.compressor import Compressor, LayerSpec, Memory
+from commlib.compressor import Compressor, LayerSpec
 from commlib.errors import CommlibError, PeerLost
 from commlib.exchange import EXCHANGES, reduce_scatter
-from commlib.exchange.arena import Arena
-from commlib.exchange.item import Item, Seeds, World
+from commlib.exchange.item import World
 from commlib.exchange.sequencer import Sequencer
 from commlib.exchange.valve import Throttle
 from commlib.fsdp import values
 from commlib.fsdp.plan import Replicas
+from commlib.fsdp.sorter import Sorter
 from commlib.fsdp.units import Unit
 from commlib.handshake import answer_roll_call, roll_call
-from commlib.hierarchy import share
 from commlib.lanes import Siblings, lay, make_sequencer, scopes
 from commlib.loss_scale import LossScale
 from commlib.memory import MemoryStore
-from commlib.route import Plan, Route
+from commlib.route import Plan
 from commlib.stats import Meter
 from commlib.steps import Steps
 
@@ -67,9 +66,7 @@ class Traffic:
         seed: int,
         codecs: Mapping[str, Compressor],
     ) -> None:
-        self._plan, self._shard, self._replicas, self._scale = plan, shard, replicas, scale
-        self._world = shard if replicas is None else World(replicas.rank, shard.size * replicas.inter.size)
-        self._dense_steps, self._seed, self._codecs = dense_steps, seed, codecs
+        self._shard, self._replicas, self._scale, self._codecs = shard, replicas, scale, codecs
         self._group, self._lost_key = units[0].shard_group, f"{key}/lost"
         self.device = units[0].inner.device
         self.store = MemoryStore()
@@ -77,9 +74,10 @@ class Traffic:
         names = [name for unit in units for name in unit.names]
         self.meters = {name: Meter(self.device) for name in names}
         self.value_meters = {name: Meter(self.device) for name in names}
-        self._made: dict[object, Arena] = {}
+        kept = {"dense_steps": dense_steps, "seed": seed}
+        self._sorter = Sorter(plan, shard, self.store, self.steps, self.meters, **kept)
         self._flags: list[Tensor] = []
-        self._open = False
+        self._pass = -1
         self._sequencer = self._sequenced(self._group, shard, [("world",)])
         self._between = self._sequencer
         if replicas is not None:
@@ -94,7 +92,7 @@ class Traffic:
     def plain(self, unit: Unit) -> bool:
         """Whether all of a unit's gradients go as they are in this step, and nothing is held back of them."""
         self._begin()
-        return all(self._route(name).plain and not self.store.holds(name) for name in unit.present)
+        return self._sorter.plain(unit.present)
 
     def reduced(self, unit: Unit, table: Tensor, out: Tensor) -> None:
         """FSDP2's own collective has done it."""
@@ -113,9 +111,10 @@ class Traffic:
         """
         self._begin()
         scale = {_MEAN: 1 / self._shard.size, _SUM: 1.0}.get(_kind(op))
-        items, table = self._items(unit, table.view(self._shard.size, -1)), table.view(self._shard.size, -1)
+        table = table.view(self._shard.size, -1)
+        items = self._sorter.for_owners(unit, table)
         trip = reduce_scatter.rounds(items, table, out, self._shard, self._factor(scale, op))
-        self._go(self._sequencer, unit, trip, out)
+        self.steps.submitted(self._go(self._sequencer, unit, trip, out), last=False)
         self._seen(out)
 
     def across(self, unit: Unit, flat: Tensor, op: Any) -> None:
@@ -124,11 +123,9 @@ class Traffic:
         self._begin()
         between = self._replicas.inter
         factor = self._factor({_MEAN: 1.0, _SUM: float(between.size)}.get(_kind(op)), op)
-        routes: dict[str, list[Item]] = {}
-        for item, exchange in self._shards(unit, flat, self._replicas):
-            routes.setdefault(exchange, []).append(item)
+        routes = self._sorter.for_replicas(unit, flat, self._replicas)
         trip = lockstep([EXCHANGES[name].rounds(items, between, None) for name, items in routes.items()])
-        self._go(self._between, unit, trip, flat)
+        self.steps.submitted(self._go(self._between, unit, trip, flat), last=False)
         if factor != 1.0:
             flat.mul_(factor)
         self._seen(flat)
@@ -136,7 +133,7 @@ class Traffic:
     def values(self, unit: Unit, part: Tensor, out: Tensor) -> None:
         """This rank's chunks of a unit's parameters, (n,), to all: ``out``, (P·n,), the same bits on every rank."""
         specs = [LayerSpec(s.name, s.shape, part.dtype, self.device) for s in unit.gathered()]
-        meters, arena = [self.value_meters[s.name] for s in specs], self._arena(("values", unit.name))
+        meters, arena = [self.value_meters[s.name] for s in specs], self._sorter.arena(("values", unit.name))
         codecs = [self._codecs.get(s.name) for s in specs]
         trip = values.rounds(specs, codecs, part, out, self._shard, meters, arena)
         self._go(self._sequencer, unit, trip, out, "parameters of ")
@@ -167,15 +164,14 @@ class Traffic:
     # -- a step ---------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        if not self._open:
-            self.steps.begin(remembers=self._plan.remembers or self._dense_steps > 0)
-            self.store.rescale(self._scale.now())
-            self._flags = []
-            self._open = at_end_of_backward(self._end)
-            if not self._open:
-                raise CommlibError(
-                    "FSDP2 reduces gradients outside of a backward pass: commlib cannot tell steps apart"
-                )
+        this = torch._C._current_graph_task_id()
+        if this == self._pass:
+            return
+        self.steps.begin(remembers=self._sorter.remembers)  # a pass before it that broke off is given up
+        self.store.rescale(self._scale.now())
+        self._flags, self._pass = [], this
+        if not at_end_of_backward(self._end):
+            raise CommlibError("FSDP2 reduces gradients outside of a backward pass: commlib cannot tell steps apart")
 
     def _seen(self, out: Tensor) -> None:
         """Whether this part of the step is finite, as a number that is 0 or NaN, without waiting for the device."""
@@ -185,7 +181,6 @@ class Traffic:
 
     def _end(self) -> None:
         """The backward pass has ended: all ranks hear of each other's parts."""
-        self._open = False
         if not self.steps.watched:
             self.steps.submitted(_done(self.device), last=True)
             return
@@ -197,74 +192,6 @@ class Traffic:
         self.steps.check(heard)
         self.steps.submitted(future, last=True)
 
-    def _route(self, name: str) -> Route:
-        if name not in self._plan.layers:
-            raise CommlibError(
-                f"{name} has a gradient, and had none when commlib was attached: freeze parameters before that"
-            )
-        planned, step = self._plan.layers[name], self.steps.count
-        if step < self._dense_steps:
-            return planned.dense
-        codec = planned.route.codec.at(step - self._dense_steps)
-        return planned.route if codec is planned.route.codec else Route(planned.route.exchange, codec)
-
-    def _items(self, unit: Unit, table: Tensor) -> list[Item]:
-        """For owners; what earlier routes have held back is added to the gradients in the table."""
-        arena, items = self._arena(("to owners", unit.name)), []
-        world = self._shard.size
-        for name in unit.present:
-            route, spec = self._route(name), unit.specs[name]
-            memory = self.store.memory(spec, route.codec.slots(spec))
-            sent = LayerSpec(name, spec.shape, table.dtype, self.device, spec.kind)
-            self.meters[name].would_send(sent.nbytes / 2, world)  # a reduce-scatter is half an all-reduce
-            seeds = Seeds(self._seed, self.steps.count, name)
-            items.append(Item(sent, route.codec, table, memory, seeds, self.meters[name], Memory({}, {}), None, arena))
-        row = reduce_scatter.Row.of([item.spec for item in items], world)
-        if row.length != table.shape[1]:
-            raise CommlibError(
-                f"{unit.name}: FSDP2 reduces {table.shape[1]} values a rank, and {', '.join(unit.present)} have "
-                f"{row.length}: this torch ({torch.__version__}) lays them out otherwise"
-            )
-        for item, start in zip(items, row.starts, strict=True):
-            if self.store.holds(item.spec.name):
-                late = torch.zeros(item.spec.shape, device=self.device)
-                self.store.drain(unit.specs[item.spec.name], late, world, world)
-                for p, stripe in enumerate(reduce_scatter.chunks(item.spec, world)):
-                    table[p, start : start + stripe.spec.numel] += late[stripe.start : stripe.stop].flatten()
-        return items
-
-    def _shards(self, unit: Unit, flat: Tensor, replicas: Replicas) -> list[tuple[Item, str]]:
-        """For replicas: this rank's rows of every layer, with the exchange by which they go."""
-        found, start = [], 0
-        for name in unit.present:
-            route, spec = self._route(name), unit.specs[name]
-            part = share(self._plan.layers[name].route, spec, self._world, replicas)
-            length = reduce_scatter.chunks(spec, self._shard.size)[0].spec.numel  # with what pads the last ones
-            grad, start = flat[start : start + part.spec.numel], start + length
-            if not part.spec.numel:
-                continue
-            codec, meter, owner = route.codec, self.meters[name], Memory({}, {})
-            stripe = route.carrier().owned(codec, part.spec, part.world)
-            if stripe is not None:
-                owner = self.store.owner(spec, codec.slots(stripe.spec), part.start + stripe.start)
-            memory = self.store.memory(spec, codec.slots(part.spec), prefix=part.prefix, start=part.start)
-            if self.store.holds(name):
-                late = torch.zeros(spec.shape, device=self.device)
-                self.store.drain(spec, late, self._world.size, replicas.inter.size)
-                grad += late[part.start : part.start + part.spec.shape[0]].flatten()
-            sent = LayerSpec(name, part.spec.shape, flat.dtype, self.device, spec.kind)
-            meter.would_send(sent.nbytes, replicas.inter.size)
-            seeds, arena = Seeds(self._seed, self.steps.count, name), self._arena(("across", name))
-            item = Item(sent, codec, grad.view(sent.shape), memory, seeds, meter, owner, None, arena)
-            found.append((item, route.exchange))
-        return found
-
-    def _arena(self, key: object) -> Arena:
-        """What one exchange holds, again in every step: each is through before it is asked for the next time."""
-        arena = self._made.setdefault(key, Arena())
-        arena.rewind()
-        return arena
-
     # -- the process group ----------------------------------------------------------------------
 
     def _sequenced(self, group: Any, world: World, lanes: Sequence[tuple[Scope, ...]]) -> Sequencer:
@@ -273,9 +200,12 @@ class Traffic:
         weakref.finalize(self, made.close, wait=False)
         return made
 
-    def _go(self, sequencer: Sequencer, unit: Unit, rounds: Rounds, result: Tensor, what: str = "") -> None:
-        label = f"{what}{unit.name} of step {self.steps.count}"
-        wait(sequencer.submit(label, rounds, result), self._meanwhile)
+    def _go(
+        self, sequencer: Sequencer, unit: Unit, rounds: Rounds, result: Tensor, what: str = ""
+    ) -> torch.futures.Future[Tensor]:
+        future = sequencer.submit(f"{what}{unit.name} of step {self.steps.count}", rounds, result)
+        wait(future, self._meanwhile)
+        return future
 
     def _meanwhile(self) -> None:
         found = answer_roll_call(self._group, self._lost_key, self._shard)

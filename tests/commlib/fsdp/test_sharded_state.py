@@ -309,6 +309,37 @@ def test_a_discarded_step_leaves_no_trace(fleet: Fleet) -> None:
     assert fleet.run(2, discarded) == [True, True]
 
 
+def broken_off(world: World) -> list[bool]:
+    """A backward pass ends in an error on all ranks, after one unit has been reduced; training goes on."""
+    one, other = ShardedTrainer(world, "onebit"), ShardedTrainer(world, "onebit")
+    one.train(2)
+    other.train(2)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("as it should be")
+
+    handle = one.model.first.register_full_backward_pre_hook(fail)
+    x, y = batch(world.rank, 50)
+    try:
+        nn.functional.cross_entropy(one.model(x), y).backward()
+    except RuntimeError as e:
+        failed = "as it should be" in str(e)
+    handle.remove()
+    one.model._get_fsdp_state()._reset_iter_state()  # FSDP2 is in the middle of a pass
+    for unit in one.comm._units:
+        for p in unit.inner.fsdp_params:
+            p._unsharded_param.grad = None
+    one.train(3)
+    other.train(3)
+    for trainer in (one, other):
+        trainer.close()
+    return [failed, torch.equal(one.weights(), other.weights()), one.comm.stats().skipped == 1]
+
+
+def test_a_backward_pass_that_breaks_off_leaves_no_trace(fleet: Fleet) -> None:
+    assert fleet.run(2, broken_off) == [[True, True, True]] * 2
+
+
 # -- bytes -----------------------------------------------------------------------------------------
 
 

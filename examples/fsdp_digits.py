@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import commlib
 
-STEPS = 300
+STEPS, WARM_UP = 300, 45
 digits = load_digits()
 x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
 
@@ -29,7 +29,7 @@ def run(rules: str, seed: int) -> tuple[float, float, float, float]:
     fully_shard(model[2])
     fully_shard(model)
     gradients, _, parameters = rules.partition("+")
-    comm = commlib.attach(model, gradients, parameters=parameters or None)
+    comm = commlib.attach(model, gradients, parameters=parameters or None, dense_steps=WARM_UP)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     drawn = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
     for _ in range(STEPS):

@@ -1,6 +1,6 @@
 """A program of somebody who has installed the wheel, as type checkers see it (tests/test_typed.py); it is never run.
 
-Every result is annotated or asserted, so a type that is lost on the way is an error here. A line marked ``expect-error``
+Every result is annotated or asserted, so a type lost on the way is an error here. A line marked ``expect-error``
 must be one: that a checker says nothing there would mean that it sees no types at all.
 """
 
@@ -71,7 +71,7 @@ def train(ddp: DistributedDataParallel) -> None:
     assert_type(comm.detach(), None)
 
     commlib.attach(ddp, 3)  # expect-error: no rule
-    comm.stats().wire_kilobytes  # expect-error: no such attribute
+    print(comm.stats().wire_kilobytes)  # expect-error: no such attribute
     comm.swap(None)  # expect-error: no rule
     words: str = comm.settled  # expect-error: a bool
     count: int = comm.plan  # expect-error: a Plan

@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
 from importlib.metadata import entry_points, version
-from pathlib import Path
 
 import pytest
 from packaging.metadata import Metadata
 
 import commlib
+import dists
+from dists import tracked
 
-ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {
     "commlib": "commlib",
     "compressors": "commlib/compressors",
     "transports": "commlib/transports",
     "bench": "commlib/bench",
 }
-
-
-def tracked() -> list[str]:
-    """Files of the checkout that git tracks or would track."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
-    return [name for name in dict.fromkeys(listed) if (ROOT / name).is_file()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,21 +35,9 @@ class Built:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """Built from a copy of the tracked files, where nothing else lies about: the sdist, and the wheel from the sdist.
-
-    There is no torch to import for it: who builds a distribution has none.
-    """
-    copy = tmp_path_factory.mktemp("checkout")
-    for name in tracked():
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / name, copy / name)
-    without = tmp_path_factory.mktemp("without")
-    (without / "torch.py").write_text("raise ImportError('the build imports torch')")
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist"]
-    env = {**os.environ, "PYTHONPATH": str(without)}
-    done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,), (sdist,) = (copy / "dist").glob("*.whl"), (copy / "dist").glob("*.tar.gz")
+    """What the build makes of the tracked files: the sdist, and the wheel from the sdist."""
+    made = dists.build(tmp_path_factory.mktemp("built"))
+    (wheel,), (sdist,) = made.glob("*.whl"), made.glob("*.tar.gz")
     assert wheel.name == f"torch_commlib-{commlib.__version__}-py3-none-any.whl"
     assert sdist.name == f"torch_commlib-{commlib.__version__}.tar.gz"
     with zipfile.ZipFile(wheel) as archive, tarfile.open(sdist) as source:

@@ -54,7 +54,7 @@ def test_fsdp2_with_gradients_by_onebit_is_at_its_loss_with_a_fraction_of_the_by
     lines = run("fsdp_digits.py", "none", "onebit", "int8+int8").splitlines()
     found = {line.split(":")[0].strip(): [float(n) for n in re.findall(r"[\d.]+(?=[ ,;])", line)] for line in lines}
     plain, onebit, int8 = (found[k] for k in ("none", "onebit", "int8+int8"))
-    assert onebit[1] < 1.01 * plain[1]
+    assert onebit[0] < 1.01 * plain[0]
     assert onebit[2] > 4
-    assert abs(int8[0] / plain[0] - 1) < 0.03
-    assert int8[3] > 3.5
+    assert abs(int8[0] / plain[0] - 1) < 0.01
+    assert min(int8[2:4]) > 3.5

@@ -8,6 +8,7 @@ groups and threads, and must run as they are written.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -24,5 +25,6 @@ def untraced(call: _Call, reason: str | None = None) -> _Call:
         call: a function of a module or class. What is bound to an object would keep that alive: bind what comes out.
         reason: told to whom PyTorch reports the graph break.
     """
-    wrapped: _Call = torch.compiler.disable(call, reason=reason)  # type: ignore[no-untyped-call]
-    return wrapped
+    disable: Callable[..., _Call] = torch.compiler.disable
+    told = "reason" in inspect.signature(disable).parameters  # not so in torch 2.7
+    return disable(call, **({"reason": reason} if told else {}))

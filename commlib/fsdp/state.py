@@ -93,8 +93,8 @@ class ShardedState(Traceable):
         terms |= {"scaler": str(scaler is not None), "parameters": str({n: str(c) for n, c in codecs.items()})}
         for g, key, w in meetings:
             agree(g, key, terms | self._plan.describe(), w, timeout)
-        key = meetings[0][1]
-        self._traffic = Traffic(units, self._plan, shard, replicas, key, scale, dense_steps, seed, codecs)
+        keys = [key for _, key, _ in meetings]
+        self._traffic = Traffic(units, self._plan, shard, replicas, keys, scale, dense_steps, seed, codecs)
         self._replicas = replicas
         self.world = shard if replicas is None else World(replicas.rank, shard.size * replicas.inter.size)
         self._units, self._undo = units, list[Callable[[], None]]()

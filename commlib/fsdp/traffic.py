@@ -47,7 +47,7 @@ class Traffic:
         plan: for gradients.
         shard: this rank among those that share the parameters out.
         replicas: under HSDP.
-        key: that all ranks share, for a roll call.
+        keys: for roll calls, that all ranks of a group share: of those that share out, and under HSDP of replicas.
         scale: of the loss.
         dense_steps: the first so many steps go uncompressed.
         seed: of random codecs.
@@ -60,14 +60,16 @@ class Traffic:
         plan: Plan,
         shard: World,
         replicas: Replicas | None,
-        key: str,
+        keys: Sequence[str],
         scale: LossScale,
         dense_steps: int,
         seed: int,
         codecs: Mapping[str, Compressor],
     ) -> None:
         self._shard, self._replicas, self._scale, self._codecs = shard, replicas, scale, codecs
-        self._group, self._lost_key = units[0].shard_group, f"{key}/lost"
+        groups = [units[0].shard_group, *([] if replicas is None else [units[0].replicate_group])]
+        worlds = [shard, *([] if replicas is None else [replicas.inter])]
+        self._calls = [(g, f"{key}/lost", w) for g, key, w in zip(groups, keys, worlds, strict=True)]
         self.device = units[0].inner.device
         self.store = MemoryStore()
         self.steps = Steps(self.store)
@@ -78,11 +80,11 @@ class Traffic:
         self._sorter = Sorter(plan, shard, self.store, self.steps, self.meters, **kept)
         self._flags: list[Tensor] = []
         self._pass = -1
-        self._sequencer = self._sequenced(self._group, shard, [("world",)])
+        self._sequencer = self._sequenced(*self._calls[0], [("world",)])
         self._between = self._sequencer
         if replicas is not None:
             lanes = scopes({"dense", *(p.route.exchange for p in plan)}, None)
-            self._between = self._sequenced(units[0].replicate_group, replicas.inter, lanes)
+            self._between = self._sequenced(*self._calls[1], lanes)
 
     @property
     def sent(self) -> float:
@@ -143,7 +145,7 @@ class Traffic:
         try:
             return call()
         except RuntimeError as e:
-            who = roll_call(self._group, self._lost_key, self._shard, timeout=5.0)
+            who = roll_call(*self._calls[0], timeout=5.0)
             me = f"rank {self._shard.rank} of {self._shard.size}"
             lost = PeerLost(f"{me} could not exchange {what} of {unit.name} in step {self.steps.count}: {e}; {who}")
             raise self._sequencer.give_up(lost) from e
@@ -194,8 +196,8 @@ class Traffic:
 
     # -- the process group ----------------------------------------------------------------------
 
-    def _sequenced(self, group: Any, world: World, lanes: Sequence[tuple[Scope, ...]]) -> Sequencer:
-        made = make_sequencer(group, self._lost_key, world, self.device)
+    def _sequenced(self, group: Any, key: str, world: World, lanes: Sequence[tuple[Scope, ...]]) -> Sequencer:
+        made = make_sequencer(group, key, world, self.device)
         lay(made, lanes, group, Siblings(group, self.device), Throttle(None, 0))
         weakref.finalize(self, made.close, wait=False)
         return made
@@ -208,10 +210,14 @@ class Traffic:
         return future
 
     def _meanwhile(self) -> None:
-        found = answer_roll_call(self._group, self._lost_key, self._shard)
-        if found:
-            me = f"rank {self._shard.rank} of {self._shard.size}"
-            raise self._sequencer.give_up(PeerLost(f"{me} could not go on: another rank has given up; {found}"))
+        """Answers roll calls of both groups: who waits in one may be called in the other."""
+        for group, key, world in self._calls:
+            if found := answer_roll_call(group, key, world):
+                lost = PeerLost(
+                    f"rank {world.rank} of {world.size} could not go on: another rank has given up; {found}"
+                )
+                self._between.give_up(lost)
+                raise self._sequencer.give_up(lost)
 
     def _factor(self, factor: float | None, op: Any) -> float:
         if factor is None:

@@ -540,6 +540,21 @@ def dies(world: World, parameters: str | None) -> None:
     trainer.train(3)
 
 
+def a_replica_dies(world: World) -> None:
+    """Rank 3 goes before it sends anything to its replica, rank 1."""
+    trainer = ShardedTrainer(world, "onebit", replicas=2)
+    trainer.train(2)
+    if world.rank == 3:
+        between = trainer.comm._traffic._between
+        between.submit = lambda *_: os._exit(1)
+    trainer.train(3)
+
+
+def test_a_replica_that_dies_is_named(fleet: Fleet) -> None:
+    with pytest.raises(RankFailed, match=r"PeerLost: rank 0 of 2 could not exchange .*; rank 1 did not answer"):
+        fleet.run(4, a_replica_dies)
+
+
 @pytest.mark.parametrize("parameters", [None, "int8"])
 def test_a_rank_that_dies_is_named(fleet: Fleet, parameters: str | None) -> None:
     with pytest.raises(RankFailed, match=r"PeerLost: rank 0 of 2 could not .*; rank 1 did not answer"):

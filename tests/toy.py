@@ -211,8 +211,12 @@ def owed(states: list[dict[str, Any]]) -> dict[str, Tensor]:
     return total
 
 
-def through_delays(make: Callable[[], Trainer], steps: int) -> tuple[bool, bool, int]:
+def through_delays(make: Callable[[], Any], steps: int) -> tuple[bool, bool, int]:
     """Trains twice, the second time with random sleeps before every round of every bucket, the hook's too, and its end.
+
+    Args:
+        make: a Trainer, or what trains, ends and has weights as it does.
+        steps: how many.
 
     Returns:
         Whether the weights are the same as without sleeps; whether they are the same on every rank; how often it slept.

@@ -14,7 +14,7 @@ import commlib
 from commlib.errors import CheckpointMismatch
 from commlib.exchange.item import World
 from fleet import Fleet
-from toy import head, same_everywhere
+from toy import head, same_everywhere, through_delays
 from wires import counted
 
 pytestmark = pytest.mark.slow
@@ -241,6 +241,16 @@ def live(world: World) -> tuple[bool, bool, bool]:
 @pytest.mark.parametrize("size", [2, 3])
 def test_swapped_and_detached_a_model_with_tables_is_plain_ddp_bit_for_bit(fleet: Fleet, size: int) -> None:
     assert fleet.run(size, live) == [(True, True, True)] * size
+
+
+def delayed(world: World, rule: Any) -> tuple[bool, bool, bool]:
+    unchanged, equal, naps = through_delays(lambda: Run(world, rule, wrap={"bucket_cap_mb": 0.001}), 200)
+    return unchanged, equal, naps > 600  # in more than one bucket of each step
+
+
+@pytest.mark.parametrize("rule", ["none", {"table.weight": "int8:ef=off", "inner.*": "onebit", "*": "powersgd:rank=2"}])
+def test_random_delays_between_rounds_change_nothing_in_200_steps(fleet: Fleet, rule: Any) -> None:
+    assert fleet.run(4, delayed, rule) == [(True, True, True)] * 4
 
 
 # -- what is not finite -------------------------------------------------------------------------

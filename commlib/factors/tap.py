@@ -26,7 +26,7 @@ _BREAK = (
 Rows = tuple[Tensor, Tensor]
 """(K, M) inputs and (K, N) output gradients, in one dtype."""
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, None]
-"""Of a layer's input, weight and bias, and none of its tap."""
+"""Of a layer's bias, input and weight, and none of its tap."""
 
 
 class Owner(Protocol):
@@ -120,7 +120,7 @@ class Tap:
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
-        traced: Any = _Linear.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
+        traced: Any = _Linear.apply(bias, x, weight, self)  # type: ignore[no-untyped-call]
         return cast(Tensor, traced)
 
     def live(self) -> bool:
@@ -217,10 +217,14 @@ class Tap:
 
 
 class _Linear(torch.autograd.Function):
-    """``functional.linear`` whose backward pass hands the rows to a tap."""
+    """``functional.linear`` whose backward pass hands the rows to a tap.
+
+    The bias comes first, as there: gradients become ready in the order of the arguments, and DDP fills its buckets in
+    that order. So a model has the same buckets with taps as without, during and after.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tap: Tap) -> Tensor:
+    def forward(ctx: Any, bias: Tensor | None, x: Tensor, weight: Tensor, tap: Tap) -> Tensor:
         w = weight.to(x.dtype)
         ctx.save_for_backward(x, weight, w if w is not weight else None)
         ctx.tap, ctx.has_bias = tap, bias is not None
@@ -238,15 +242,15 @@ def _backward(ctx: Any, grad: Tensor) -> Gradients:
     leave = kept = False
     if _accumulates(ctx) and not (tap.retired or torch.is_grad_enabled() or tap.altered()):
         leave, kept = tap.caught(x, grad)  # first: they travel while the next line is computed
-    back = grad.matmul(weight.to(x.dtype) if w is None or not leave else w) if ctx.needs_input_grad[0] else None
+    back = grad.matmul(weight.to(x.dtype) if w is None or not leave else w) if ctx.needs_input_grad[1] else None
     if leave:
-        return back, tap.placeholder(weight), tap.placeholder(tap.module.bias) if ctx.has_bias else None, None
+        return tap.placeholder(tap.module.bias) if ctx.has_bias else None, back, tap.placeholder(weight), None
     flat = grad.reshape(-1, grad.shape[-1])
     own = (flat.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype)
     bias = flat.sum(0).to(weight.dtype) if ctx.has_bias else None
     if kept:
         tap.made([own] if bias is None else [own, bias])
-    return back, own, bias, None
+    return bias, back, own, None
 
 
 def _accumulates(node: Any) -> bool:
@@ -255,7 +259,8 @@ def _accumulates(node: Any) -> bool:
     If not, or if somebody wants to differentiate what comes out, the gradient itself must be there.
     """
     try:
-        return all(torch._C._will_engine_execute_node(leaf) for leaf, _ in node.next_functions[1:] if leaf is not None)
+        leaves = [leaf for i, (leaf, _) in enumerate(node.next_functions) if i != int(node.has_bias)]  # not the input's
+        return all(torch._C._will_engine_execute_node(leaf) for leaf in leaves if leaf is not None)
     except RuntimeError:  # they are what torch.autograd.grad was asked for
         return False
 

@@ -257,18 +257,18 @@ def test_a_layer_frozen_when_the_model_was_wrapped_is_an_error_that_names_it(fle
 class Critic(nn.Module):
     """Its loss may take the gradient of its output for its input, as a gradient penalty does."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, bias: bool) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.a, self.b = nn.Linear(WIDTH, WIDTH, bias), nn.Linear(WIDTH, 1, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.b(self.a(x).tanh())
         return y
 
 
-def with_penalty(world: World, rule: Any) -> tuple[list[Tensor], Tensor]:
-    ddp = DistributedDataParallel(Critic(), bucket_cap_mb=0.001)
+def with_penalty(world: World, rule: Any, bias: bool) -> tuple[list[Tensor], Tensor]:
+    ddp = DistributedDataParallel(Critic(bias=bias), bucket_cap_mb=0.001)
     comm = None if rule is None else commlib.attach(ddp, rule, min_size=0)
     x = data(world, 6).requires_grad_()
     score = ddp(x)
@@ -281,17 +281,18 @@ def with_penalty(world: World, rule: Any) -> tuple[list[Tensor], Tensor]:
     return grads, direct
 
 
-def penalised(world: World, rule: str) -> tuple[float, bool, bool]:
-    ours, direct = with_penalty(world, rule)
-    ddps, plain_direct = with_penalty(world, None)
+def penalised(world: World, rule: str, bias: bool) -> tuple[float, bool, bool]:
+    ours, direct = with_penalty(world, rule, bias)
+    ddps, plain_direct = with_penalty(world, None, bias)
     off = max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-9)) for a, b in zip(ours, ddps, strict=True))
     flat = torch.cat([g.reshape(-1) for g in ours])
     return off, same_everywhere(world, flat), torch.allclose(direct, plain_direct)
 
 
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rule", BY_ROWS)
-def test_autograd_grad_and_double_backward_see_the_gradient_itself(fleet: Fleet, rule: str) -> None:
-    for off, same, direct in fleet.run(2, penalised, rule):
+def test_autograd_grad_and_double_backward_see_the_gradient_itself(fleet: Fleet, rule: str, bias: bool) -> None:
+    for off, same, direct in fleet.run(2, penalised, rule, bias):
         assert off < BOUND
         assert same
         assert direct

@@ -67,7 +67,7 @@ class ToAll(_Memory):
 class Between:
     """Stands where HSDP's process group of replicas is: as much of one as ``dist.all_reduce`` asks for.
 
-    Its all-reduce goes by the plan.
+    Its all-reduce goes by the plan; where all of a unit's gradients go as they are, it is that group's own.
     """
 
     def __init__(self, traffic: Traffic, unit: Unit, group: Any) -> None:
@@ -75,7 +75,13 @@ class Between:
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> None:
         """Of one tensor: this rank's shard. Through when it returns, so there is no work to wait for."""
-        self._traffic.across(self._unit, tensors[0], opts.reduceOp)
+        if self._traffic.plain(self._unit):
+            self._traffic.own(
+                self._unit, "gradients", lambda: self._group.allreduce(tensors, opts).wait(), between=True
+            )
+            self._traffic.reduced_across(self._unit, tensors[0])
+        else:
+            self._traffic.across(self._unit, tensors[0], opts.reduceOp)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)

@@ -14,6 +14,7 @@ from commlib.exchange.arena import Arena
 from commlib.exchange.item import Item, Seeds, World
 from commlib.fsdp.plan import Replicas
 from commlib.fsdp.units import Unit
+from commlib.gauge import Gauge
 from commlib.hierarchy import share
 from commlib.memory import MemoryStore
 from commlib.route import Plan, Route
@@ -32,6 +33,9 @@ class Sorter:
         meters: of all parameters, by name.
         dense_steps: the first so many steps go uncompressed.
         seed: of random codecs.
+
+    Attributes:
+        gauge: of what is not sent. (Under HSDP, as under a hierarchy, it tells residuals only.)
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class Sorter:
         self._plan, self._shard, self._store, self._steps, self._meters = plan, shard, store, steps, meters
         self._dense_steps, self._seed = dense_steps, seed
         self._made: dict[object, Arena] = {}
+        self.gauge = Gauge(store)
 
     @property
     def remembers(self) -> bool:
@@ -96,6 +101,10 @@ class Sorter:
                 self._store.drain(unit.specs[item.spec.name], late, world, world)
                 for p, stripe in enumerate(reduce_scatter.chunks(item.spec, world)):
                     table[p, start : start + stripe.spec.numel] += late[stripe.start : stripe.stop].flatten()
+            if self.gauge.on:
+                stripes = enumerate(reduce_scatter.chunks(item.spec, world))
+                grad = torch.cat([table[p, start : start + stripe.spec.numel] for p, stripe in stripes])
+                self.gauge.note(item.spec.name, item.codec, grad, item.memory, self._steps.count)
         return items
 
     def for_replicas(self, unit: Unit, flat: Tensor, replicas: Replicas) -> dict[str, list[Item]]:

@@ -16,16 +16,16 @@ from commlib.fsdp.plan import Replicas, codecs_of, plan_of
 from commlib.fsdp.traffic import Traffic
 from commlib.fsdp.units import units_of
 from commlib.handshake import agree, meeting_place, publish_failure
+from commlib.log import Log, Loggable
 from commlib.loss_scale import LossScale
 from commlib.policy import Exact, Policy
-from commlib.recording import Traceable
 from commlib.route import Plan, Rules
 from commlib.setup import check_numbers
 from commlib.stats import Stats
 from commlib.warm import warm
 
 
-class ShardedState(Traceable):
+class ShardedState(Loggable):
     """The state of compression for FSDP2: plan, residuals, statistics::
 
         for block in model.layers:
@@ -98,6 +98,9 @@ class ShardedState(Traceable):
         self._replicas = replicas
         self.world = shard if replicas is None else World(replicas.rank, shard.size * replicas.inter.size)
         self._units, self._undo = units, list[Callable[[], None]]()
+        self._steps = self._traffic.steps
+        self._shows(model, group, keys[0], self._traffic.device, self._traffic.gauge, check=0)
+        self._traffic.told(self)
         if codecs or not self._plan.plain:
             self._follow()
         self._traces(model, self.world.rank, *self._traffic.parts())
@@ -110,7 +113,8 @@ class ShardedState(Traceable):
     def stats(self) -> Stats:
         """Gradients: bytes and seconds since attach, on this rank; ``dense_bytes`` is what FSDP2 would have sent.
 
-        Under HSDP it is what goes between replicas. With nothing to compress, nothing is attached, nor counted.
+        Under HSDP it is what goes between replicas. With nothing to compress nothing is attached, nor counted before
+        :meth:`log_to`.
         """
         traffic, routes = self._traffic, {p.spec.name: (str(p.route), p.spec.numel) for p in self._plan}
         traffic.steps.settle()
@@ -123,6 +127,13 @@ class ShardedState(Traceable):
         routes = {n: (traffic.codec_of(n) or "none", 0) for n in meters}
         sent = sum(meter.sent() for meter in meters.values())
         return Stats.of(traffic.steps.count, traffic.steps.skipped, sent, routes, meters)
+
+    def log_to(self, *targets: Any, every: int = 10) -> Log:
+        """As :meth:`commlib.HookState.log_to`: of gradients. All that is exchanged is exposed, parameters too."""
+        log = super().log_to(*targets, every=every)
+        if not self._undo:
+            self._follow()  # everything goes as it is, and is seen
+        return log
 
     def state_dict(self) -> StateDict:
         """This rank's residuals and step count: copies in unscaled units, valid at any time between steps.
@@ -172,6 +183,9 @@ class ShardedState(Traceable):
         """Ends the threads, and a trace. (A further backward pass would start threads again.)"""
         self._traffic.close()
         self._end_trace()
+
+    def _meanwhile(self) -> None:
+        self._traffic.meanwhile()
 
     def _follow(self) -> None:
         """Every unit's gradients go by here, or are seen: a step leaves nothing behind unless all of it is finite."""

@@ -8,9 +8,10 @@ goes between replicas has process groups of its own.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,16 @@ from commlib.stats import Meter
 from commlib.steps import Steps
 
 _MEAN, _SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
+
+
+class Listener(Protocol):
+    """Who wants to know."""
+
+    def _waiting(self) -> contextlib.AbstractContextManager[None]:
+        """While the thread that trains waits for what is exchanged."""
+
+    def _exchanged_all(self, done: int, joined: bool) -> None:
+        """Another step has come through, at the end of its backward pass."""
 
 
 class Traffic:
@@ -78,6 +89,8 @@ class Traffic:
         self.value_meters = {name: Meter(self.device) for name in names}
         kept = {"dense_steps": dense_steps, "seed": seed}
         self._sorter = Sorter(plan, shard, self.store, self.steps, self.meters, **kept)
+        self.gauge = self._sorter.gauge
+        self._listener: Callable[[], Listener | None] = _nobody
         self._flags: list[Tensor] = []
         self._pass = -1
         self._sequencer = self._sequenced(*self._calls[0], [("world",)])
@@ -85,6 +98,10 @@ class Traffic:
         if replicas is not None:
             lanes = scopes({"dense", *(p.route.exchange for p in plan)}, None)
             self._between = self._sequenced(*self._calls[1], lanes)
+
+    def told(self, listener: Listener) -> None:
+        """Tell it, as long as it lives."""
+        self._listener = weakref.ref(listener)
 
     @property
     def sent(self) -> float:
@@ -103,6 +120,17 @@ class Traffic:
             self.meters[name].would_send(nbytes, self._shard.size)
             self.meters[name].add_sent(2 * (self._shard.size - 1) / self._shard.size * nbytes)
         self._seen(out)
+
+    def reduced_across(self, unit: Unit, flat: Tensor) -> None:
+        """The same between replicas: the process group's own collective has done it, of this rank's shard."""
+        assert self._replicas is not None
+        size, shards = self._replicas.inter.size, self._shard.size
+        for name in unit.present:
+            rows = reduce_scatter.chunks(unit.specs[name], shards)[self._shard.rank]
+            nbytes = rows.spec.numel * flat.dtype.itemsize
+            self.meters[name].would_send(nbytes, size)
+            self.meters[name].add_sent(2 * (size - 1) / size * nbytes)
+        self._seen(flat)
 
     def to_owners(self, unit: Unit, table: Tensor, out: Tensor, op: Any) -> None:
         """A unit's gradients, (P·n,), of which ``out``, (n,), gets this rank's mean or sum.
@@ -140,13 +168,18 @@ class Traffic:
         trip = values.rounds(specs, codecs, part, out, self._shard, meters, arena)
         self._go(self._sequencer, unit, trip, out, "parameters of ")
 
-    def own(self, unit: Unit, what: str, call: Callable[[], Any]) -> Any:
-        """FSDP2's own collective of a unit; if it fails, with an error that names who is missing."""
+    def own(self, unit: Unit, what: str, call: Callable[[], Any], *, between: bool = False) -> Any:
+        """FSDP2's own collective of a unit; if it fails, with an error that names who is missing.
+
+        ``between``: replicas, and not of those that share the parameters out.
+        """
         try:
-            return call()
+            with self._waiting():
+                return call()
         except RuntimeError as e:
-            who = roll_call(*self._calls[0], timeout=5.0)
-            me = f"rank {self._shard.rank} of {self._shard.size}"
+            group, key, world = self._calls[between]
+            who = roll_call(group, key, world, timeout=5.0)
+            me = f"rank {world.rank} of {world.size}"
             lost = PeerLost(f"{me} could not exchange {what} of {unit.name} in step {self.steps.count}: {e}; {who}")
             raise self._sequencer.give_up(lost) from e
 
@@ -183,16 +216,26 @@ class Traffic:
 
     def _end(self) -> None:
         """The backward pass has ended: all ranks hear of each other's parts."""
-        if not self.steps.watched:
-            self.steps.submitted(_done(self.device), last=True)
-            return
-        mine = torch.stack(self._flags).sum().view(1)
-        heard = torch.empty(self._shard.size, device=self.device)
-        call = AllGather(heard.view(torch.uint8), mine.view(torch.uint8))
-        future = self._sequencer.submit(f"the verdict on step {self.steps.count}", iter([[call]]), heard)
-        wait(future, self._meanwhile)
-        self.steps.check(heard)
+        if self.steps.watched:
+            mine = torch.stack(self._flags).sum().view(1)
+            heard = torch.empty(self._shard.size, device=self.device)
+            call = AllGather(heard.view(torch.uint8), mine.view(torch.uint8))
+            future = self._sequencer.submit(f"the verdict on step {self.steps.count}", iter([[call]]), heard)
+            self._wait(future)
+            self.steps.check(heard)
+        else:
+            future = _done(self.device)
         self.steps.submitted(future, last=True)
+        if (listener := self._listener()) is not None:
+            listener._exchanged_all(self.steps.count, joined=False)
+
+    def _waiting(self) -> contextlib.AbstractContextManager[None]:
+        listener = self._listener()
+        return contextlib.nullcontext() if listener is None else listener._waiting()
+
+    def _wait(self, future: torch.futures.Future[Tensor]) -> None:
+        with self._waiting():
+            wait(future, self.meanwhile)
 
     # -- the process group ----------------------------------------------------------------------
 
@@ -206,10 +249,10 @@ class Traffic:
         self, sequencer: Sequencer, unit: Unit, rounds: Rounds, result: Tensor, what: str = ""
     ) -> torch.futures.Future[Tensor]:
         future = sequencer.submit(f"{what}{unit.name} of step {self.steps.count}", rounds, result)
-        wait(future, self._meanwhile)
+        self._wait(future)
         return future
 
-    def _meanwhile(self) -> None:
+    def meanwhile(self) -> None:
         """Answers roll calls of both groups: who waits in one may be called in the other."""
         for group, key, world in self._calls:
             if found := answer_roll_call(group, key, world):
@@ -236,3 +279,7 @@ def _done(device: torch.device) -> torch.futures.Future[Tensor]:
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
     future.set_result(torch.empty(0, device=device))
     return future
+
+
+def _nobody() -> None:
+    return None

@@ -5,7 +5,7 @@ torchrun --nproc-per-node 2 examples/fsdp_text.py none onebit int8 int4 onebit+i
 Each word is a run with the same batches: a codec for gradients, and after a plus one for the parameters.
 """
 
-import sys
+import argparse
 from pydoc_data.topics import topics
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import commlib
 
-STEPS, WINDOW, BATCH, WIDTH, DEPTH = 300, 64, 16, 128, 2
+WINDOW, BATCH, WIDTH, DEPTH = 64, 16, 128, 2
 
 text = "\n".join(topics[name] for name in sorted(topics))  # Python's own help, about 460,000 characters
 alphabet = {c: i for i, c in enumerate(sorted(set(text)))}
@@ -46,7 +46,7 @@ def loss_of(model: nn.Module, data: torch.Tensor, starts: torch.Tensor) -> torch
     return nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
 
-def run(rules: str, steps: int) -> tuple[float, float, float]:
+def run(rules: str, steps: int, warm_up: int) -> tuple[float, float, float]:
     """(test loss, how many times fewer bytes of gradients, and of parameters)"""
     torch.manual_seed(0)
     model = Model()
@@ -54,7 +54,7 @@ def run(rules: str, steps: int) -> tuple[float, float, float]:
         fully_shard(block)
     fully_shard(model)
     gradients, _, parameters = rules.partition("+")
-    comm = commlib.attach(model, gradients, parameters=parameters or None)
+    comm = commlib.attach(model, gradients, parameters=parameters or None, dense_steps=warm_up)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     drawn = torch.Generator().manual_seed(1 + dist.get_rank())
@@ -73,14 +73,15 @@ def run(rules: str, steps: int) -> tuple[float, float, float]:
 
 def main() -> None:
     """All runs, one after another."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("rules", nargs="*", default=["none", "onebit", "int8"])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--warm-up", type=int, default=0, help="uncompressed steps in the beginning")
+    given = parser.parse_args()
     dist.init_process_group("gloo")
-    steps = STEPS
-    words = sys.argv[1:] or ["none", "onebit", "int8"]
-    if words[0].isdigit():
-        steps = int(words.pop(0))
     first = None
-    for rules in words:
-        loss, gradients, parameters = run(rules, steps)
+    for rules in given.rules:
+        loss, gradients, parameters = run(rules, given.steps, given.warm_up)
         first = first or loss
         if dist.get_rank() == 0:
             beside = f"{(loss / first - 1) * 100:+.2f} % of the first"

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import warm
-from commlib import top_command
+from commlib import registry, top_command
 from commlib.bench.plan import converge
 from commlib.bench.plan.rounds import written
 from commlib.cli import commands, main
@@ -140,7 +140,7 @@ def test_servers(tell: Story, run: Run, at: str, reader: Path):
         with beside(tell.line("commlib server run --at 10.0.0.1:29400", **here)):
             while members() < 1:
                 time.sleep(0.1)
-            assert "server" in tell("commlib server status --at 10.0.0.1:29400", **here)
+            assert "1 came, and wait" in tell("commlib server status --at 10.0.0.1:29400", **here)
             with beside(tell.line("commlib server run --job hetpipe-stage-0", f"--at {at}")):
                 while members("hetpipe-stage-0") < 1:
                     time.sleep(0.1)
@@ -161,7 +161,8 @@ def test_watching(tell: Story, reader: Path, monkeypatch: pytest.MonkeyPatch):
     def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(top_command, "time", types.SimpleNamespace(sleep=interrupted))  # Ctrl-C between the first look and the second
+    # Ctrl-C between the first look and the second.
+    monkeypatch.setattr(top_command, "time", types.SimpleNamespace(sleep=interrupted))
     assert "ended" in tell("commlib top")
 
 
@@ -190,7 +191,7 @@ def test_traces(tell: Story, reader: Path):
     assert {event["pid"] for event in json.loads((reader / "all.json").read_text())["traceEvents"]} >= {0, 1}
 
 
-def test_codecs(tell: Story, reader: Path, monkeypatch: pytest.MonkeyPatch):
+def test_codecs(tell: Story, reader: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
     """Two codecs of the pages, installed as ``pip install`` of a distribution with their entry points would."""
     installed = reader / "a_readers_codecs-1.0.dist-info"
     installed.mkdir()
@@ -202,6 +203,8 @@ def test_codecs(tell: Story, reader: Path, monkeypatch: pytest.MonkeyPatch):
         code = next(b.text for b in blocks(ROOT / page) if b.language == "python" and f'name = "{name}"' in b.text)
         (reader / f"a_readers_{name}.py").write_text(code)
     monkeypatch.syspath_prepend(reader)
+    request.addfinalizer(registry.compressors.cache_clear)
+    registry.compressors.cache_clear()
     assert "half" in tell("commlib bench codec --codec half", "--numel 4096 --repeat 1")
     assert "half" in tell("commlib train --comm none --comm half", "--steps 2")
     assert "half" in tell("commlib train --comm half", "--steps 2")

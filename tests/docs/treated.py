@@ -40,8 +40,8 @@ CUT = {
     r"commlib bench train\b(?!.* --only )": "--only none",
     r"commlib bench train\b(?!.* --model )": "--model gpt-small",
     r"commlib bench exchange\b": "--model mymodels:few --min-size 16 --rounds 1 --steps 1 --seconds 5",
-    r"^(?!torchrun ).*commlib bench link\b": "--min 1kB --max 16kB --seconds 1",
-    r"^torchrun .*commlib bench link\b": "--quick --seconds 1",  # not --max: see docs/benchmarks.md
+    r"^(?!torchrun ).*commlib bench link\b": "--min 1kB --max 16kB --seconds 2",
+    r"^torchrun .*commlib bench link\b": "--quick --seconds 2",  # not --max: see docs/benchmarks.md
     r"commlib bench link\b(?!.* --op )": "--op all_reduce",
     r"commlib bench codec\b": "--repeat 1",
     r"commlib bench codec\b(?!.* --numel )": "--numel 4096",

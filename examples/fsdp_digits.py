@@ -16,12 +16,11 @@ from torch.distributed.fsdp import fully_shard
 
 import commlib
 
-STEPS = 300
 digits = load_digits()
 x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
 
 
-def run(rules: str, seed: int, warm_up: int, constant: bool) -> tuple[float, float, float, float]:
+def run(rules: str, seed: int, steps: int, warm_up: int, constant: bool) -> tuple[float, float, float, float]:
     """(training loss, test loss, how many times fewer bytes of gradients, and of parameters)"""
     torch.manual_seed(seed)
     train, test = torch.randperm(len(x)).split([1437, 360])
@@ -31,9 +30,9 @@ def run(rules: str, seed: int, warm_up: int, constant: bool) -> tuple[float, flo
     gradients, _, parameters = rules.partition("+")
     comm = commlib.attach(model, gradients, parameters=parameters or None, dense_steps=warm_up)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS, eta_min=0.05 if constant else 0.0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=0.05 if constant else 0.0)
     drawn = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
-    for _ in range(STEPS):
+    for _ in range(steps):
         batch = train[torch.randint(len(train), (32,), generator=drawn)]
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
@@ -51,12 +50,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("rules", nargs="*", default=["none", "onebit"])
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--warm-up", type=int, default=0, help="uncompressed steps in the beginning")
     parser.add_argument("--constant", action="store_true", help="a learning rate that does not fall")
     given = parser.parse_args()
     dist.init_process_group("gloo")
     for rules in given.rules:
-        runs = [run(rules, seed, given.warm_up, given.constant) for seed in range(given.seeds)]
+        runs = [run(rules, seed, given.steps, given.warm_up, given.constant) for seed in range(given.seeds)]
         train, test, gradients, parameters = map(statistics.mean, zip(*runs, strict=True))
         if dist.get_rank() == 0:
             fewer = f"{gradients:.1f} x fewer bytes of gradients, {parameters:.1f} x of parameters"

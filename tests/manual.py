@@ -120,7 +120,12 @@ def all_commands(page: Path) -> list[Command]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """For what runs in a folder as a reader would in his: this Python's commands first, nothing of the tests'."""
+    """For what runs in a folder as a reader would in his: this Python's commands first, nothing of the tests'.
+
+    But for the loops that numba has compiled: with a cache of its own every process would do it anew.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     kept = {k: v for k, v in os.environ.items() if not k.startswith("COMMLIB_") and k != "PYTHONPATH"}
-    return {**kept, "PATH": path, "OMP_NUM_THREADS": "1", "HOME": str(folder), "COLUMNS": "120"}
+    own = {"HOME": str(folder), "XDG_CACHE_HOME": cache}
+    return {**kept, "PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120", **own}

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
@@ -36,11 +36,16 @@ def server() -> int | None:
 
 
 class Rank:
-    """As much of a ``subprocess.Popen`` as :mod:`commlib.bench.launch` asks of one."""
+    """As much of a ``subprocess.Popen`` as :mod:`commlib.bench.launch` asks of one.
 
-    def __init__(self, link: int, env: Mapping[str, str]) -> None:
+    Args:
+        link, env: as ``launch.start`` has them.
+        first: picklable; what the process does before anything else.
+    """
+
+    def __init__(self, link: int, env: Mapping[str, str], first: Callable[[], None] | None = None) -> None:
         with Connection(os.dup(link)) as here, Connection(os.dup(2)) as said:  # what travels to another process
-            self._process = context().Process(target=_become, args=(here, said, dict(env)))
+            self._process = context().Process(target=_become, args=(here, said, dict(env), first))
             self._process.start()
         self.pid: int = self._process.pid
 
@@ -69,8 +74,10 @@ def start(prefix: Sequence[str], link: int, env: Mapping[str, str]) -> Any:
 _ANEW = launch.start
 
 
-def _become(link: Connection, said: Connection, env: dict[str, str]) -> None:
+def _become(link: Connection, said: Connection, env: dict[str, str], first: Callable[[], None] | None) -> None:
     os.setsid()
+    if first is not None:
+        first()
     os.environ.clear()
     os.environ.update(env)
     torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # read when PyTorch was imported, elsewhere

@@ -14,6 +14,7 @@ import pytest
 import commlib
 from commlib.cli import commands
 from manual import PAGES, ROOT
+from tests.docs.treated import recipe
 
 pytestmark = [pytest.mark.checkout, pytest.mark.slow]
 
@@ -23,11 +24,13 @@ Read = Callable[[str], str]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Read:
-    """The text of a page of the site, which is built strictly, from the package as `make types` links it."""
+    """The text of a page of the site, which is built as ``make docs`` does, from what `make types` links."""
     pytest.importorskip("mkdocs", reason="pip install 'torch-commlib[docs]'")
     folder = tmp_path_factory.mktemp("site")
     subprocess.run(["make", "types"], cwd=ROOT, check=True, capture_output=True)
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    (words,) = recipe("make docs")
+    build = [sys.executable, "-m", *words.split(), "--site-dir", str(folder)]
+    assert "--strict" in build
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(build, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

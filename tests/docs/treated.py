@@ -29,7 +29,6 @@ REPLACED = {
     "--model gpt ": "--model gpt-small ",
     "--numel 16777216": "--numel 4096",
     "--numel 1048576": "--numel 4096",
-    "fsdp_text.py none int8 int4 none+int8 int4+int8 onebit": "fsdp_text.py 2 none int4+int8",  # steps
     # Options that stand elsewhere.
     "python3 -m venv .venv": "python3 -m venv --without-pip .venv",
     "python -m timeit ": "python -m timeit -n 1 -r 1 ",
@@ -52,6 +51,7 @@ CUT = {
     r"commlib train\b.* --ranks 16 .* --step-time ": "--ranks 4 --step-time 0.01",
     r"examples/(accelerate|lightning)_digits\.py": "--epochs 1",
     r"examples/fsdp_digits\.py": "--seeds 1 --steps 2",
+    r"examples/fsdp_text\.py": "--steps 2",
     r"examples/shared_link\.py": "--seconds 0.5",
     r"examples/two_levels\.py": "--layers 1 --steps 1",
     r"python (-P )?-m commlib$": "doctor --no-selftest",

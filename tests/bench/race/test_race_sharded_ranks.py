@@ -41,6 +41,7 @@ class Sum(Sharded):
         for module in model.modules():
             if hasattr(module, "set_gradient_divide_factor"):
                 module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
         return model, None
 
 

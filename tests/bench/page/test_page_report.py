@@ -119,24 +119,6 @@ def test_any_kind_alone(kind: str) -> None:
     assert all(name in parsed.text for name in names)
 
 
-def test_fsdp2_beside_ddp() -> None:
-    ddp = sample("train")
-    names = {"ddp": "fsdp2", "onebit": "onebit+int8"}
-    renamed: list[Row] = [{k.replace("_ddp", "_fsdp2"): v for k, v in r.items()} for r in ddp.rows]
-    rows: list[Row] = [{**r, "route": names.get(str(r["route"]), r["route"])} for r in renamed]
-    fsdp2 = Record("fsdp2", ddp.run, rows)
-    text = page([fsdp2, ddp])
-    parsed = check_self_contained(text)
-    for word in ("Training by FSDP2: ", "FSDP2’s over this", "FSDP2’s loss", "DDP’s over this", "plain FSDP2"):
-        assert word in parsed.text
-    assert parsed.cells.count("onebit+int8") == parsed.cells.count("onebit") > 0
-    assert text.count('<tr class="baseline">') == 2 * len(groups(ddp))
-    (title, of_one), *_ = groups(fsdp2)
-    words = drawn(pictures(fsdp2, title, of_one))
-    assert "plain FSDP2" in words
-    assert "plain DDP" not in words
-
-
 def test_several_records_of_a_kind_have_a_section_each() -> None:
     slow = sample("train")
     fast = Record("train", {**slow.run, "rate": "1gbit"}, slow.rows)

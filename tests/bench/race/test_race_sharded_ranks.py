@@ -38,7 +38,8 @@ class Sum(Sharded):
 
     def wrap(self, course: Course, group: Any, timeout: float, bucket_cap_mb: float | None = None) -> Any:
         model, _ = FSDP2.wrap(course, group, timeout)
-        for module in model.modules():
+        modules: list[Any] = list(model.modules())
+        for module in modules:
             if hasattr(module, "set_gradient_divide_factor"):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)

@@ -42,6 +42,7 @@ class Kind:
 
 KINDS: Mapping[str, Kind] = {
     "train": Kind(("model", "route"), ("step_s", "vs_ddp", "times_fewer"), "vs_ddp"),
+    "fsdp2": Kind(("model", "route"), ("step_s", "vs_fsdp2", "times_fewer"), "vs_fsdp2"),
     "exchange": Kind(
         ("model", "exchange", "codec"),
         ("step_s", "compress_s", "wire_s", "decompress_s", "vs_dense", "times_fewer"),
@@ -62,14 +63,15 @@ def compare(
         typer.Option(
             min=0,
             metavar="PERCENT",
-            help="Exit with 1 if vs_ddp, vs_dense or copy_multiple differs by more, a figure is lost or a loss wrong.",
+            help="Exit with 1 if vs_ddp, vs_fsdp2, vs_dense or copy_multiple differs by more, a figure is lost or "
+            "a loss wrong.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Ratios B / A of two saved runs, the largest change first.
 
-    Times above 1 are slower in B; vs_ddp, vs_dense and of_line above 1 are better in B.
+    Times above 1 are slower in B; vs_ddp, vs_fsdp2, vs_dense and of_line above 1 are better in B.
     """
     records = {"A": _read(a), "B": _read(b)}
     sides = {name: index(found) for name, found in records.items()}
@@ -80,7 +82,7 @@ def compare(
     gated = [k for k in common if KINDS[k[0]].gate]
     if within is not None and not gated:
         kinds = ", ".join(sorted({k[0] for k in common}))
-        raise ValueError(f"--within looks at vs_ddp, vs_dense and copy_multiple, but only {kinds} is in both")
+        raise ValueError(f"--within looks at vs_ddp, vs_fsdp2, vs_dense and copy_multiple, but only {kinds} is in both")
     lost = [text for k in common if (text := broken(k, sides["A"][k], sides["B"][k]))]
     for line in [*differences(records["A"], records["B"]), *_only(sides), *lost]:
         print(line, file=sys.stderr)

@@ -27,7 +27,7 @@ import commlib
 from commlib.bench.report import Row, print_rows
 
 SCHEMA = 1
-KINDS = ("link", "codec", "exchange", "train", "plan", "server")
+KINDS = ("link", "codec", "exchange", "train", "fsdp2", "plan", "server")
 _OWN = ("schema", "kind", "run")
 
 

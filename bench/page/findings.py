@@ -10,7 +10,7 @@ from commlib.bench.report import Row
 from . import words
 from .verdict import Finding, clause, contenders, line_share, sentences
 
-BASELINE = {"train": "plain DDP", "exchange": "dense"}
+BASELINE = {"train": "plain DDP", "fsdp2": "plain FSDP2", "exchange": "dense"}
 FIT_FROM = 64_000  # bytes: below, a collective is latency, and a line through it says little
 FIT_WITHIN = 0.15
 
@@ -29,7 +29,7 @@ def summary(records: Sequence[Record]) -> list[Finding]:
         if record.kind in BASELINE:
             parts = clauses.setdefault((record.kind, _place(record)), [])
             parts += [_clause(record.kind, title, rows) for title, rows in words.groups(record)]
-    what = {"train": "training", "exchange": "gradients alone"}
+    what = {"train": "training", "fsdp2": "training by FSDP2", "exchange": "gradients alone"}
     said = [Finding(f"{where}, {what[kind]}: {'; '.join(dict.fromkeys(c))}.") for (kind, where), c in clauses.items()]
     rest = [next((f for f in findings(r)), None) for r in records if r.kind not in BASELINE]
     return list(dict.fromkeys([*alarms, *said, *filter(None, rest)]))

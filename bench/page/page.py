@@ -15,9 +15,9 @@ from .plots import pictures
 from .style import CSS
 from .svg import inline
 from .tables import COLUMNS, FITS, facts, fits, table
-from .verdict import MARGIN, Finding
+from .verdict import MARGIN, RACES, Finding
 
-_KINDS = {"train": "Training", "exchange": "Exchanges", "link": "Link", "codec": "Codecs"}
+_KINDS = {"train": "Training", "fsdp2": "Training by FSDP2", "exchange": "Exchanges", "link": "Link", "codec": "Codecs"}
 _MACHINE = ("cpu", "cores", "system", "torch", "python", "commlib")
 _RULE = (
     "A route is called faster or slower only if its step differs from the baseline's by more than "
@@ -109,7 +109,7 @@ def _table(kind: str, rows: Sequence[Row]) -> str:
 
 
 def _is_baseline(row: Row) -> bool:
-    return row.get("route") == "ddp" or (row.get("exchange") == "dense" and row.get("codec") == "none")
+    return row.get("route") in RACES.values() or (row.get("exchange") == "dense" and row.get("codec") == "none")
 
 
 def _command(run: Mapping[str, object]) -> str:

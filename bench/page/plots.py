@@ -30,9 +30,10 @@ from .draw import (
     step_times,
     time_unit,
 )
+from .findings import BASELINE
 from .verdict import Contender, contenders
 
-_BY = {"baseline": (GREY, "plain DDP"), "commlib": (BLUE, "commlib"), "pytorch": (ORANGE, "PyTorch's own hooks")}
+_BY = {"baseline": (GREY, ""), "commlib": (BLUE, "commlib"), "pytorch": (ORANGE, "PyTorch's own hooks")}
 _PHASES = (("compress", BLUE), ("decompress", GREEN), ("the rest: wire and waiting", "#cfcfcf"))
 _COUNTS = (  # column, what it is, colour, marker, its size, the marker as a letter
     ("accounted_bytes", "accounted for", BLUE, "o", 5.0, "●"),
@@ -61,7 +62,7 @@ def pictures(record: Record, title: str, rows: list[Row]) -> list[Picture]:
         return _link(dataclasses.replace(record, rows=rows))
     with matplotlib.rc_context({"text.parse_math": False, "font.size": 9}):  # a "$" in a name is a "$"
         match record.kind:
-            case "train":
+            case "train" | "fsdp2":
                 made = [_train(record, title, rows)]
             case "exchange":
                 made = [_exchange(record, title, rows), _phases(record, title, rows)]
@@ -72,8 +73,9 @@ def pictures(record: Record, title: str, rows: list[Row]) -> list[Picture]:
 
 def _train(record: Record, title: str, rows: Sequence[Row]) -> Picture | None:
     """Bars of step time, a route each."""
+    baseline = BASELINE[record.kind]
     by = {str(r.get("route")): str(r.get("by")) for r in rows}
-    field = contenders("train", rows)
+    field = contenders(record.kind, rows)
     shown = [c for c in field if not c.failure and c.step_s]
     if not shown:
         return None
@@ -82,9 +84,9 @@ def _train(record: Record, title: str, rows: Sequence[Row]) -> Picture | None:
     figure, (axes,) = bar_rows(len(shown), says, below=len(failed))
     sorts = ["baseline" if c.baseline else by[c.name] for c in shown]
     room = 1.8 if any(c.loss_ok is False for c in shown) else 1.5
-    step_times(axes, shown, [_BY.get(s, (INK, ""))[0] for s in sorts], "plain DDP", room)
+    step_times(axes, shown, [_BY.get(s, (INK, ""))[0] for s in sorts], baseline, room)
     name_rows(axes, [c.name + _remark(c) for c in shown])
-    key(figure, [("■", colour, what) for sort, (colour, what) in _BY.items() if sort in sorts])
+    key(figure, [("■", colour, what or baseline) for sort, (colour, what) in _BY.items() if sort in sorts])
     note(figure, failed)
     return Picture(figure, says)
 

@@ -46,21 +46,28 @@ def _delta(value: float) -> str:
 _MS, _PLAIN, _WHOLE = _scaled(1e3), _scaled(1), "{:,.0f}".format
 _SPREAD = Column("spread", "spread", words.percent)
 
-COLUMNS: Mapping[str, Sequence[Column]] = {
-    "train": (
+
+def _race(baseline: str, name: str) -> tuple[Column, ...]:
+    """Columns of training steps, beside those of a baseline of that name."""
+    return (
         Column("route", "route"),
         Column("by", "by"),
         Column("step_s", "step, ms", _MS),
         _SPREAD,
-        Column("vs_ddp", "DDP’s over this", words.times),
+        Column(f"vs_{baseline}", f"{name}’s over this", words.times),
         Column("steps", "steps", _WHOLE),
         Column("socket_bytes", "sent a step", words.nbytes),
         Column("times_fewer", "times fewer", words.times),
         Column("loss", "loss", _PLAIN),
-        Column("loss_of_ddp", "DDP’s loss", _PLAIN),
+        Column(f"loss_of_{baseline}", f"{name}’s loss", _PLAIN),
         Column("loss_ok", "loss right?"),
         Column("status", "status", long=True),
-    ),
+    )
+
+
+COLUMNS: Mapping[str, Sequence[Column]] = {
+    "train": _race("ddp", "DDP"),
+    "fsdp2": _race("fsdp2", "FSDP2"),
     "exchange": (
         Column("exchange", "exchange"),
         Column("codec", "codec"),

@@ -19,6 +19,8 @@ from . import words
 MARGIN = 0.05  # of the baseline's step: below, nobody would change a training script for it
 _BUSY, _IDLE = 0.6, 0.2  # shares of the line above and below which it does or does not decide
 _IMPOSSIBLE = 1.1  # of the line: then the line was measured wrongly
+RACES = {"train": "ddp", "fsdp2": "fsdp2"}
+"""Kind of record → its baseline's name, in the column of routes and after ``vs_``."""
 
 _AVOID = "Do not use it here, however fast."
 
@@ -66,8 +68,8 @@ class Contender:
 
 
 def contenders(kind: str, rows: Iterable[Row]) -> list[Contender]:
-    """The rows of one model of a ``train`` or ``exchange`` record, the shortest step first, failures last."""
-    made = [_from_train(row) if kind == "train" else _from_exchange(row) for row in rows]
+    """The rows of one model of a race or an ``exchange`` record, the shortest step first, failures last."""
+    made = [_from_race(kind, row) if kind in RACES else _from_exchange(row) for row in rows]
     return sorted(made, key=lambda c: (c.failure is not None, c.step_s or math.inf))
 
 
@@ -226,19 +228,19 @@ def _saved(c: Contender) -> str:
 
 
 def _is_baseline(kind: str, row: Row) -> bool:
-    if kind == "train":
-        return row.get("route") == "ddp"
+    if kind in RACES:
+        return row.get("route") == RACES[kind]
     return row.get("exchange") == "dense" and row.get("codec") == "none"
 
 
-def _from_train(row: Row) -> Contender:
+def _from_race(kind: str, row: Row) -> Contender:
     status, ok = row.get("status"), row.get("loss_ok")
     return Contender(
         name=str(row.get("route")),
-        baseline=_is_baseline("train", row),
+        baseline=_is_baseline(kind, row),
         exact=words.exact(row),
         step_s=words.positive(row.get("step_s")),
-        versus=words.positive(row.get("vs_ddp")),
+        versus=words.positive(row.get(f"vs_{RACES[kind]}")),
         spread=words.number(row.get("spread")),
         failure=None if status == "ok" else str(status or "no status"),
         loss=words.number(row.get("loss")),

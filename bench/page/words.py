@@ -110,9 +110,11 @@ def model(row: Row) -> str:
 
 
 def exact(row: Row) -> bool:
-    """Whether a route hands over the true mean gradient: DDP's own, the codec ``none``, placed layers; no other."""
+    """Whether a route hands over the true mean gradient: DDP's or FSDP2's own, ``none``, placed layers; no other."""
     if "codec" in row:
         return _head(row.get("codec")) in ("none", "dense")
+    if "vs_fsdp2" in row:  # GRADIENTS+PARAMETERS
+        return all(_head(part) in ("fsdp2", "none", "dense") for part in str(row.get("route")).split("+"))
     return _head(row.get("route")) in (_EXACT if row.get("by") == "commlib" else ("ddp",))
 
 

@@ -1,1 +1,1 @@
-"""``commlib bench train``: would compression help here? Every route trains in turn, against plain DDP."""
+"""``commlib bench train``: would compression help here? Every route trains in turn, against plain DDP or FSDP2."""

@@ -1,4 +1,4 @@
-"""``commlib bench train``: train with every route in turn, beside plain DDP and PyTorch's own hooks."""
+"""``commlib bench train``: train with every route in turn, beside plain DDP and PyTorch's own hooks, or plain FSDP2."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from commlib.bench.report import Row, console
 from commlib.errors import CommlibError, unknown
 from commlib.pace import RateLimit
 
+from . import sharded
 from .compute import parse_compute
 from .contenders import COMMLIB, Contender, choose
 from .course import shapes
@@ -44,8 +45,17 @@ def train(
         typer.Option(metavar="SPEC", help=f"commlib's routes instead of {', '.join(COMMLIB)}; repeat it."),
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Of all routes only this one (and ddp); repeat it.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Of all only this one (and the baseline); repeat it."),
     ] = None,
+    fsdp2: Annotated[
+        bool,
+        typer.Option(
+            "--fsdp2",
+            help="Beside plain FSDP2; --comm is then GRADIENTS or GRADIENTS+PARAMETERS, codecs, "
+            f"instead of {', '.join(sharded.COMMLIB)}.",
+        ),
+    ] = False,
     ranks: Ranks = None,
     hosts: Hosts = None,
     rate: Rate = None,
@@ -65,11 +75,11 @@ def train(
     ] = None,
     seconds: Annotated[float, typer.Option(min=1.0, help="For the visits to the routes of one model.")] = 120.0,
     bucket_cap_mb: BucketCap = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A small model, six routes, one round.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A small model, few routes, one round.")] = False,
     as_json: Json = False,
     save: Save = None,
 ) -> None:
-    """Would compression help here? Trains with every route in turn and compares it with plain DDP.
+    """Would compression help here? Trains with every route in turn and compares it with plain DDP, or FSDP2.
 
     The routes: ddp (DDP's own all-reduce), torch-fp16, torch-bf16, torch-int8 and torch-powersgd (the hooks PyTorch
     comes with; torch-allreduce and torch-powersgd:rank=2 too, by --only), and commlib's. Every route is visited once a
@@ -87,6 +97,10 @@ def train(
     --comm placed lets commlib choose linear layers that stay put (docs/placement.md), --comm placed:first+head.* names
     them; what is left goes as by auto, or as it is.
 
+    With --fsdp2 the baseline is fsdp2: fully_shard on each block or large layer, then on the root. Others hand
+    gradients, and after a plus parameters too, to a codec of commlib's. The column is vs_fsdp2 then, and DDP is FSDP2
+    in all that is said above; bytes are those of gradients and parameters. What is of DDP only is refused.
+
     --limit and --hierarchy are for commlib's routes: ddp and torch-… go on as they are, and the title says so. All
     ranks on one node, or one on each (a lab without --ranks-per-host): flat, and the title says why.
 
@@ -95,6 +109,8 @@ def train(
     backward_s = parse_compute(compute)
     if limit is not None and backend == "nccl":
         raise ValueError("--limit is kept on the host, which NCCL passes by: use --backend gloo, or leave --limit out")
+    if fsdp2:
+        sharded.check_options(backward_s=backward_s, limit=limit, hierarchy=hierarchy, bucket_cap_mb=bucket_cap_mb)
     models = _models(model, quick)
     if rounds is None and quick:
         rounds = 1
@@ -103,7 +119,8 @@ def train(
         with sigterm_raises(), place(ranks, hosts, rate, ranks_per_host) as where:
             check_peers(where, backend)
             ours: dict[str, Any] = {"limit": limit, "hierarchy": hierarchy}
-            contenders = choose(comm or (), only or (), where.world_size, quick=quick, **ours)
+            asked = (comm or (), only or (), where.world_size)
+            contenders = sharded.choose(*asked, quick=quick) if fsdp2 else choose(*asked, quick=quick, **ours)
             run = facts(**where.facts(), backend=backend, line_gbit_s=None, line_latency_us=None)
             run |= {"compute": compute, "batch": batch, "steps_per_visit": steps, "bucket_cap_mb": bucket_cap_mb} | ours
             for name in models:
@@ -117,7 +134,7 @@ def train(
         raise
     if not measured:
         return  # rank 0 of torchrun has the figures
-    record = Record("train", run, measured)
+    record = Record("fsdp2" if fsdp2 else "train", run, measured)
     width = console(sys.stdout).width
     emit(record, title=title(record), as_json=as_json, save=save, hide=hidden(measured, width))
     for finding in findings(record):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,6 +15,11 @@ import commlib
 from commlib.errors import unknown
 from commlib.policy import policy_of
 from commlib.route import resolve
+
+from .course import Course
+
+if TYPE_CHECKING:
+    from commlib.fsdp.state import ShardedState
 
 BASELINE = "ddp"
 PLACED = "placed"
@@ -57,6 +63,27 @@ class Contender:
         if not self.places:
             return self.name
         return "auto" if self.places == ("auto",) else "none"
+
+    def wrap(
+        self, course: Course, group: Any, timeout: float, bucket_cap_mb: float | None = None
+    ) -> tuple[nn.Module, commlib.HookState | ShardedState | None]:
+        """Make the course's module train over ``group``, with gradients that travel this way. Collective.
+
+        Args:
+            course: of this visit; all ranks have made the same model.
+            group: a process group of this visit's own.
+            timeout: seconds in which the other ranks must have come.
+            bucket_cap_mb: size of DDP's buckets in MiB; None is DDP's own.
+
+        Returns:
+            What a step calls, and commlib's state if it is commlib's.
+        """
+        if self.places:
+            course.place(self.places, group, timeout)
+        # All ranks have made the same model: nothing to be broadcast.
+        options: dict[str, Any] = {"init_sync": False, "bucket_cap_mb": bucket_cap_mb}
+        ddp = DistributedDataParallel(course.module, process_group=group, **options)
+        return ddp, self.put_on(ddp, group, timeout)
 
     def put_on(self, ddp: DistributedDataParallel, group: Any, timeout: float) -> commlib.HookState | None:
         """Register it on a DDP over ``group``. Collective.
@@ -114,17 +141,32 @@ def choose(
     Raises:
         ValueError: a name or a spec that is not known, or one given twice.
     """
-    twice = {c for c in comm if list(comm).count(c) > 1}
-    if twice:
-        raise ValueError(f"--comm {sorted(twice)[0]!r} is given twice")
     pytorch = [Contender(BASELINE, "pytorch", True), *(Contender(n, "pytorch", n in _EXACT) for n in _HOOKS)]
     ours = [Contender(c, "commlib", _exact(c, world_size), limit, hierarchy) for c in comm or COMMLIB]
-    known = {c.name: c for c in [*pytorch, *ours]}
+    every = [*pytorch, *ours]
+    return pick(every, only, QUICK if quick and not comm else [c.name for c in every if c.name not in _BY_NAME])
+
+
+def pick(every: Sequence[Contender], only: Sequence[str], usual: Sequence[str]) -> list[Contender]:
+    """Those of all contenders that shall race, in their order.
+
+    Args:
+        every: the baseline first, which races in any case.
+        only: names that were asked for; empty: the usual ones.
+        usual: names; empty: all.
+
+    Raises:
+        ValueError: a name that is not among them, or one that is there twice.
+    """
+    known: dict[str, Contender] = {}
+    for c in every:
+        if known.setdefault(c.name, c) is not c:
+            raise ValueError(f"--comm {c.name!r} is given twice")
     for name in only:
         if name not in known:
             raise ValueError(unknown("contender", name, known) + "; a spec of commlib's comes in by --comm")
-    wanted = set(only or (QUICK if quick and not comm else known.keys() - _BY_NAME))
-    return [c for c in known.values() if c.name in wanted or c.name == BASELINE]
+    wanted = {every[0].name, *(only or usual or known)}
+    return [c for c in every if c.name in wanted]
 
 
 def _exact(spec: str, world_size: int) -> bool:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import commlib
 from commlib.bench.replay import Replay
@@ -17,6 +16,7 @@ from commlib.model import linear_layers
 
 from .evidence import Evidence
 from .models import MODELS
+from .units import shard
 
 _BATCHES = 4  # made before the clock starts, taken in turn
 _HELD_OUT = 16  # examples that nobody trains on
@@ -28,7 +28,7 @@ class Course(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """What DDP wraps."""
+        """What DDP wraps, or FSDP2 shards."""
 
     def place(self, which: Sequence[str], group: Any, timeout: float) -> None:
         """Have linear layers stay put, before DDP wraps the module (:func:`commlib.place`). Collective.
@@ -37,8 +37,15 @@ class Course(Protocol):
             ValueError: there are no activations.
         """
 
-    def step(self, ddp: DistributedDataParallel) -> None:
-        """One training step."""
+    def shard(self, group: Any) -> None:
+        """Have the parameters shared out over a process group (:func:`shard`), before the first step. Collective.
+
+        Raises:
+            ValueError: there is no forward pass that they would have to come for.
+        """
+
+    def step(self, model: nn.Module) -> None:
+        """One training step, by what DDP has made of the module, or by the sharded module itself."""
 
     def look(self) -> None:
         """After each step, off the clock."""
@@ -68,6 +75,7 @@ class Training:
         self._batches = [_to(task.data(batch, own), device) for _ in range(_BATCHES)]
         self._held_out = _to(task.data(_HELD_OUT, torch.Generator().manual_seed(999)), device)
         self._steps, self._task = 0, task
+        self._end_pass: Callable[[], None] = lambda: None
         self._first = self._loss()
 
     def place(self, which: Sequence[str], group: Any, timeout: float) -> None:
@@ -77,12 +85,19 @@ class Training:
         commlib.place(self.module, names, example=self._batches[0][0], **options)
         self._optimizer = torch.optim.SGD(self.module.parameters(), lr=self._task.lr)
 
-    def step(self, ddp: DistributedDataParallel) -> None:
+    def shard(self, group: Any) -> None:
+        """As :meth:`Course.shard`."""
+        shard(self.module, group)
+        sharded: Any = self.module
+        self._end_pass = sharded.reshard  # FSDP2 keeps the root's parameters for a backward pass
+        self._optimizer = torch.optim.SGD(self.module.parameters(), lr=self._task.lr)
+
+    def step(self, model: nn.Module) -> None:
         """As :meth:`Course.step`."""
         inputs, classes = self._batches[self._steps % _BATCHES]
         self._steps += 1
         self._optimizer.zero_grad()
-        _cross_entropy(ddp(inputs), classes).backward()  # type: ignore[no-untyped-call]
+        _cross_entropy(model(inputs), classes).backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
 
     def look(self) -> None:
@@ -102,8 +117,9 @@ class Training:
     def _loss(self) -> float:
         with torch.no_grad():
             inputs, classes = self._held_out
-            loss: float = _cross_entropy(self.module(inputs), classes).item()
-            return loss
+            loss: float = _cross_entropy(self.module(inputs), classes).item()  # collective if it is sharded
+        self._end_pass()
+        return loss
 
 
 class Replaying:
@@ -130,10 +146,14 @@ class Replaying:
         """As :meth:`Course.place`."""
         raise ValueError("a simulated model has no activations, which placed layers send: use --compute real")
 
-    def step(self, ddp: DistributedDataParallel) -> None:
+    def shard(self, group: Any) -> None:
+        """As :meth:`Course.shard`."""
+        raise ValueError("a simulated model has no passes that sharded parameters come for: use --compute real")
+
+    def step(self, model: nn.Module) -> None:
         """As :meth:`Course.step`."""
-        ddp.zero_grad()
-        ddp().backward()
+        model.zero_grad()
+        model().backward()
 
     def look(self) -> None:
         """Compares a part of every gradient with the mean it should be."""

@@ -4,9 +4,9 @@ With a real model the ranks' loss on examples nobody trained on, the same on all
 after the last:
 
 - the replicas must agree (to 1e-4): a route that gives each rank another gradient lets them drift apart;
-- with plain DDP it must have fallen;
-- with an exact route it must equal DDP's (to 1e-5, or to thrice what DDP's own visits differ by);
-- with a lossy route it must have fallen by a tenth of what DDP's fell by.
+- with plain DDP (or plain FSDP2, where that is the baseline) it must have fallen;
+- with an exact route it must equal the baseline's (to 1e-5, or to thrice what that one's own visits differ by);
+- with a lossy route it must have fallen by a tenth of what the baseline's fell by.
 
 With a simulated one there is no loss, but the mean of the ranks' gradients is known. What the route delivered,
 
@@ -51,7 +51,7 @@ def judge(own: Sequence[Evidence], reference: Sequence[Evidence], *, exact: bool
 
     Args:
         own: of its visits.
-        reference: of plain DDP's.
+        reference: of the baseline's, plain DDP or FSDP2.
         exact: whether it claims to hand over the mean gradient itself.
     """
     if not own or not reference:

@@ -16,8 +16,10 @@ from .schedule import Outcome, Schedule
 
 def rows(schedule: Schedule, contenders: Sequence[Contender], *, model: str, parameters: int) -> list[Row]:
     """One row a contender, in their order. Columns: docs/benchmarks.md."""
-    base = schedule.of(schedule.baseline)
-    return [_row(c, schedule.of(c.name), base, schedule.dropped.get(c.name), model, parameters) for c in contenders]
+    name = schedule.baseline
+    base = schedule.of(name)
+    found = [_row(c, schedule.of(c.name), base, schedule.dropped.get(c.name), name) for c in contenders]
+    return [{"model": model, "parameters": parameters, **row} for row in found]
 
 
 def _row(
@@ -25,21 +27,18 @@ def _row(
     own: Sequence[Outcome],
     base: Sequence[Outcome],
     error: str | None,
-    model: str,
-    parameters: int,
+    baseline: str,
 ) -> Row:
     times = [t for o in own for t in o.steps_s]
     sent, base_sent = _sent(own), _sent(base)
     evidence = [o.evidence for o in own if o.evidence is not None]
     reference = [o.evidence for o in base if o.evidence is not None]
     return {
-        "model": model,
-        "parameters": parameters,
         "route": contender.name,
         "by": contender.by,
         "step_s": statistics.median(times) if times else None,
         "spread": spread(times) if times else None,
-        "vs_ddp": versus(own, base),
+        f"vs_{baseline}": versus(own, base),
         "predicted_s": _median([o.predicted_s for o in own]),
         "limit": contender.limit,
         "levels": next((o.levels for o in own if o.levels is not None), None),
@@ -47,7 +46,7 @@ def _row(
         "socket_bytes": sent,
         "times_fewer": base_sent / sent if sent and base_sent else None,
         "loss": _median([e.last for e in evidence]),
-        "loss_of_ddp": _median([e.last for e in reference]),
+        f"loss_of_{baseline}": _median([e.last for e in reference]),
         "loss_ok": judge(evidence, reference, exact=contender.exact),
         "status": error or "ok",
     }
@@ -86,6 +85,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 # What a narrow table leaves out, the least missed first; the sentences below it name what failed.
 _DISPENSABLE = (
     "loss_of_ddp",
+    "loss_of_fsdp2",
     "status",
     "levels",
     "limit",
@@ -118,10 +118,11 @@ def title(record: Record) -> str:
     run = record.run
     models = {str(row["model"]): row["parameters"] for row in record.rows}
     named = ", ".join(f"{m} ({n:,} parameters)" for m, n in models.items())
+    by = "FSDP2, " if record.kind == "fsdp2" else ""
     at = "" if run["hosts"] is None else f" on {run['hosts']} hosts at {run['rate'] or 'full speed'}"
     line = "" if run["line_gbit_s"] is None else f", line {cell(run['line_gbit_s'])} Gbit/s"
     return (
-        f"{named}, {run['compute']} compute · {run['ranks']} ranks{at}, {run['backend']}{line} · "
+        f"{named}, {by}{run['compute']} compute · {run['ranks']} ranks{at}, {run['backend']}{line} · "
         f"medians of {run['rounds']} × {run['steps_per_visit']} steps{_only_ours(record)}"
     )
 

@@ -20,7 +20,7 @@ _NEARLY = 0.9  # of its limit: a visit that ended so late was ended by the watch
 
 
 class BaselineFailed(CommlibError):
-    """Plain DDP came to nothing, so there is nothing to compare with."""
+    """Plain DDP (or FSDP2) came to nothing, so there is nothing to compare with."""
 
 
 class Watcher:
@@ -88,7 +88,7 @@ def race(
     """Run a schedule to its end; None on all ranks of torchrun but the first.
 
     Raises:
-        BaselineFailed: plain DDP failed or hung.
+        BaselineFailed: the baseline failed or hung.
         RankFailed: the ranks ended outside of any visit.
         KeyboardInterrupt, Terminated: as ``place.run``.
     """
@@ -111,5 +111,7 @@ def race(
         return None
     done: Schedule = result[0]
     if done.baseline in done.dropped:
-        raise BaselineFailed(f"{job.model}: plain DDP came to nothing ({done.dropped[done.baseline]})")
+        raise BaselineFailed(
+            f"{job.model}: plain {done.baseline.upper()} came to nothing ({done.dropped[done.baseline]})"
+        )
     return done, watcher.line or result[1]

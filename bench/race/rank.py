@@ -64,7 +64,7 @@ def main(job: Job, schedule: Schedule, measure: bool, aloud: bool) -> tuple[Sche
 
 
 def _first_limit_s(job: Job, line: Stream) -> float:
-    """A time in which plain DDP is through with a visit, if the machine is not far slower than its line."""
+    """A time in which the baseline is through with a visit, if the machine is not far slower than its line."""
     nbytes = 4 * sum(math.prod(shape) for _, shape in shapes(job.model))
     step_s = 2 * 8e-9 * nbytes / line.gbit_s + (job.backward_s or 0.0)
     return _FIRST_S + _SLACK * (WARM_UP + job.steps) * step_s

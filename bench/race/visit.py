@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
 from commlib.bench.child import tell
 from commlib.bench.levels import levels_of
 from commlib.bench.sockets import Traffic, traffic
+from commlib.hook import HookState
 
 from .contenders import Contender
 from .course import Course, Replaying, Training
@@ -100,7 +101,7 @@ def run_visit(visit: Visit, job: Job, device: torch.device, limit_s: float, step
     sheets: list[_Sheet] = [sheet] * dist.get_world_size()
     dist.all_gather_object(sheets, sheet)
     end()
-    gc.collect()  # DDP is a cycle: Gloo threads that outlive the group abort at exit (pytorch#179291)
+    gc.collect()  # DDP and FSDP2 are cycles: Gloo threads that outlive the group abort at exit (pytorch#179291)
     dist.destroy_process_group(group)
     return _outcome(visit, sheets)
 
@@ -130,35 +131,32 @@ def _train(
         course = Training(job.model, job.batch, device)
     else:
         course = Replaying(job.model, job.backward_s, device, job.batch)
-    if contender.places:
-        course.place(contender.places, group, limit_s)
-    # All ranks have made the same model: nothing to be broadcast.
-    ddp = DistributedDataParallel(course.module, process_group=group, init_sync=False, bucket_cap_mb=job.bucket_cap_mb)
-    comm = contender.put_on(ddp, group, limit_s)
+    model, comm = contender.wrap(course, group, limit_s, job.bucket_cap_mb)
     if comm is not None:
         end.call = comm.close
+    if isinstance(comm, HookState):
         sheet.levels = levels_of(comm.plan) if contender.hierarchy else None
         for _ in range(_SETTLING):
             if comm.settled:
                 break
-            course.step(ddp)
+            course.step(model)
         course.restart()
     for _ in range(WARM_UP):
-        course.step(ddp)
+        course.step(model)
         course.look()
     before = _counted(group)
-    sheet.steps_s = [_timed_step(course, ddp, device) for _ in range(job.steps)]
+    sheet.steps_s = [_timed_step(course, model, device) for _ in range(job.steps)]
     after = _counted(group)
     if before is not None and after is not None:
         sheet.sent_bytes = (after - before).sent / job.steps
-    sheet.predicted_s = None if comm is None else comm.predicted_s
+    sheet.predicted_s = comm.predicted_s if isinstance(comm, HookState) else None
     sheet.evidence = course.evidence()
-    sheet.steps_s += [_timed_step(course, ddp, device) for _ in range(steps - job.steps)]
+    sheet.steps_s += [_timed_step(course, model, device) for _ in range(steps - job.steps)]
 
 
-def _timed_step(course: Course, ddp: DistributedDataParallel, device: torch.device) -> float:
+def _timed_step(course: Course, model: nn.Module, device: torch.device) -> float:
     start = time.perf_counter()
-    course.step(ddp)
+    course.step(model)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     seconds = time.perf_counter() - start

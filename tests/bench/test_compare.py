@@ -25,6 +25,12 @@ def train(route: str, step_s: float | None, vs_ddp: float | None, **more: object
     return {**shared, "vs_ddp": vs_ddp, "times_fewer": 2.0, "loss_ok": True, "status": "ok", **more}
 
 
+def sharded(route: str, step_s: float, vs_fsdp2: float) -> dict[str, object]:
+    row = train(route, step_s, None)
+    del row["vs_ddp"]
+    return {**row, "vs_fsdp2": vs_fsdp2}
+
+
 def link(size: int, seconds: float) -> dict[str, object]:
     return {"backend": "gloo", "op": "reduce", "bytes": size, "seconds": seconds, "of_line": 0.5}
 
@@ -77,16 +83,33 @@ def test_repeated_runs_count_with_their_median(tmp_path: Path, capsys: pytest.Ca
 def test_every_kind_has_a_table_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, factor in (("a", 1.0), ("b", 3.0)):
         save(tmp_path / name, [train("x", factor, 1.0)])
+        save(tmp_path / name, [sharded("x", factor, 1.0)], kind="fsdp2")
         save(tmp_path / name, [link(1024, factor), link(4096, 2 * factor)], kind="link")
         save(tmp_path / name, [{"codec": "c", "op": "compress", "numel": 1, "seconds": factor}], kind="codec")
         save(tmp_path / name, [{"model": "m", "exchange": "e", "codec": "c", "step_s": factor}], kind="exchange")
     rows, _ = compared(capsys, tmp_path / "a", tmp_path / "b")
-    assert [r["kind"] for r in rows] == ["train", "exchange", "link", "link", "codec"]
+    assert [r["kind"] for r in rows] == ["train", "fsdp2", "exchange", "link", "link", "codec"]
     assert all(r.get("step_s", r.get("seconds")) == 3.0 for r in rows)
     compare(tmp_path / "a", tmp_path / "b")
     out = capsys.readouterr().out
     for kind in KINDS:
         assert f"{kind}, B / A; ranks 4, hosts 4" in out
+
+
+def test_fsdp2_has_a_gate_of_its_own_and_is_not_compared_with_ddp(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = save(tmp_path / "a", [train("int8", 1.0, 1.0)])
+    save(tmp_path / "a", [sharded("int8", 2.0, 2.0)], kind="fsdp2")
+    b = save(tmp_path / "b", [sharded("int8", 6.0, 1.0)], kind="fsdp2")
+    rows, err = compared(capsys, a, b)
+    assert [(r["kind"], r["step_s"], r["vs_fsdp2"]) for r in rows] == [("fsdp2", 3.0, 0.5)]
+    assert err.splitlines() == [
+        "only in A: train (ranks 4, hosts 4, ranks per host 1, rate 200mbit, compute real): fc int8"
+    ]
+    with pytest.raises(typer.Exit):
+        compare(a, b, within=5)
+    assert "vs_fsdp2 was 2 and is 1" in capsys.readouterr().err
 
 
 def test_files_can_be_compared_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +167,7 @@ def test_what_broke_is_not_within_anything(
 def test_within_is_refused_where_it_could_not_fail(tmp_path: Path) -> None:
     a, b = save(tmp_path / "a", [link(1, 1.0)], kind="link"), save(tmp_path / "b", [link(1, 9.0)], kind="link")
     with pytest.raises(
-        ValueError, match="--within looks at vs_ddp, vs_dense and copy_multiple, but only link is in both"
+        ValueError, match="--within looks at vs_ddp, vs_fsdp2, vs_dense and copy_multiple, but only link is in both"
     ):
         compare(a, b, within=5)
 

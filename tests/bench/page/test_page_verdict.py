@@ -35,6 +35,12 @@ def row(route: str, step_s: float | None, *, by: str = "commlib", ddp_s: float =
     return {**shared, "times_fewer": 1.0, "loss": 2.0, "loss_of_ddp": 2.0, "loss_ok": True, "status": "ok", **more}
 
 
+def sharded(route: str, step_s: float, **more: object) -> Row:
+    """A row of an fsdp2 record."""
+    found = dict(row(route, step_s, **more))  # type: ignore[arg-type]
+    return {"fsdp2".join(k.split("ddp")): v for k, v in found.items()}
+
+
 def said(rows: list[Row], **run: object) -> list[str]:
     return [f.text for f in findings(Record("train", {**RUN, **run}, rows))]
 
@@ -157,6 +163,23 @@ def test_exact_and_lossy_routes_are_told_apart() -> None:
         "none@gather is the fastest, it saves 20 % of the step of plain DDP (1 s) and leaves the gradient exact."
         in alone
     )
+
+
+def test_fsdp2_has_a_baseline_of_its_own() -> None:
+    rows = [sharded("fsdp2", 1.0, by="pytorch"), sharded("int8+int8", 0.5), sharded("none+int8", 0.6)]
+    record = Record("fsdp2", RUN, rows)
+    text = " ".join(f.text for f in findings(record))
+    assert "int8+int8 is the fastest, it saves 50 % of the step of plain FSDP2 (1 s) and changes the gradient." in text
+    assert "No exact route is shown to be faster. Also faster: none+int8 saves 40 %." in text
+    assert "Plain FSDP2 uses 42 % of the measured line" in text
+    assert "DDP" not in text.replace("FSDP2", "")
+    assert [f.text for f in summary([record, Record("train", RUN, [row("ddp", 1.0, by="pytorch")])])] == [
+        "4 ranks on 4 emulated hosts at 200 Mbit/s, training by FSDP2: int8+int8 saves 50 % for fc and changes the "
+        "gradient.",
+        "4 ranks on 4 emulated hosts at 200 Mbit/s, training: plain DDP is best for fc.",
+    ]
+    wrong = Record("fsdp2", RUN, [sharded("ddp", 1.0), sharded("int8", 0.5)])  # DDP is no baseline there
+    assert "plain FSDP2 has no valid figure" in findings(wrong)[0].text
 
 
 def test_a_faster_route_without_a_spread_takes_the_title_away() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from commlib.bench.race import sharded
 from commlib.bench.race.contenders import COMMLIB
 from commlib.bench.record import read
 
@@ -146,5 +147,5 @@ def test_the_help_names_every_default_route() -> None:
     shown = train("--help", COLUMNS="160", TERM="dumb")
     assert shown.returncode == 0
     text = " ".join(shown.stdout.replace("│", " ").split())
-    for name in (*COMMLIB, "gpt-small", "simulated:MS", "vs_ddp"):
+    for name in (*COMMLIB, *sharded.COMMLIB, "gpt-small", "simulated:MS", "vs_ddp", "vs_fsdp2"):
         assert name in text

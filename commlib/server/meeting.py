@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import socket
+from typing import Any
 
 from torch._C import _distributed_c10d as c10d
 
@@ -28,7 +29,11 @@ def keep(host: str, port: int = 0) -> c10d.TCPStore:
     except OSError as e:
         raise CommlibError(f"members cannot meet at {host}:{port}: {e.strerror or e}") from e
     port = listening.getsockname()[1]
-    return c10d.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listening.detach()}
+    try:
+        return c10d.TCPStore(host, port, **options)
+    except NotImplementedError:  # that of torch 2.7 is by libuv, which takes no socket there; the socket is open still
+        return c10d.TCPStore(host, port, **options, use_libuv=False)
 
 
 def parse(address: str) -> tuple[str, int]:

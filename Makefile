@@ -91,7 +91,8 @@ $(SPARK)/.ready: $(READY)
 
 # The oldest torch that pyproject.toml promises. What it has is written down, for tests/test_torch_names.py; then a fast part of the suite runs.
 # Left out: kernels for GPUs, for its Triton is refused by name (docs/gpu.md), and test_arena.py, which counts what the pinned torch allocates.
-TORCH27_TESTS := $(patsubst %,tests/commlib/%,exchange test_replicas.py test_checkpoint.py test_non_finite.py) tests/compressors \
+TORCH27_TESTS := $(patsubst %,tests/commlib/%,exchange server test_replicas.py test_checkpoint.py test_non_finite.py test_live.py \
+	test_peer_lost.py test_parameter_server.py) tests/compressors \
 	$(patsubst %,--ignore=tests/%,compressors/kernels/test_gpu_compile.py compressors/kernels/test_triton_gpu.py commlib/exchange/test_arena.py)
 
 test-torch27: $(TORCH27)/.ready  ## a fast part of the tests under torch 2.7.1; writes tests/torch_2.7.txt anew

@@ -103,7 +103,7 @@ test-torch27: $(TORCH27)/.ready  ## a fast part of the tests under torch 2.7.1; 
 $(TORCH27)/.ready: pyproject.toml
 	@echo "setting up $(TORCH27) (torch 2.7.1 is a large download the first time)"
 	@rm -rf $(TORCH27) && $(PYTHON) -m venv $(TORCH27)
-	@$(TORCH27)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.7.1 -e '.[filters,numba]' \
+	@$(TORCH27)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.7.1 -e '.[filters,numba]' tensorboard \
 		"pytest>=8" "pytest-timeout>=2.3" "pytest-xdist>=3.6" "hypothesis>=6.100"
 	@touch $@
 

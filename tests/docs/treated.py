@@ -36,7 +36,7 @@ REPLACED = {
 
 CUT = {
     r"commlib bench train\b": "--rounds 1 --steps 1 --seconds 5",
-    r"commlib bench train\b(?!.* --only )": "--only none",
+    r"commlib bench train\b(?!.* --(only|comm) )": "--only none",
     r"commlib bench train\b(?!.* --model )": "--model gpt-small",
     r"commlib bench exchange\b": "--model mymodels:few --min-size 16 --rounds 1 --steps 1 --seconds 5",
     r"^(?!torchrun ).*commlib bench link\b": "--min 1kB --max 16kB --seconds 2",
@@ -44,6 +44,7 @@ CUT = {
     r"commlib bench link\b(?!.* --op )": "--op all_reduce",
     r"commlib bench codec\b": "--repeat 1",
     r"commlib bench codec\b(?!.* --numel )": "--numel 4096",
+    r"commlib bench (train|link|exchange)\b.* --hosts 4\b": "--hosts 2",
     r"commlib bench server\b": "--hosts 2 --mb 1 --rounds 1 --steps 1",
     r"commlib train --task sparse-logistic": "--passes 1 --ranks 1 --servers-count 1",
     r"commlib train\b(?!.* --task sparse-logistic)": "--steps 2",

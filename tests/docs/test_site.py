@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import subprocess
@@ -27,12 +28,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Read:
     """The text of a page of the site, which is built as ``make docs`` does, from what `make types` links."""
     pytest.importorskip("mkdocs", reason="pip install 'torch-commlib[docs]'")
     folder = tmp_path_factory.mktemp("site")
-    subprocess.run(["make", "types"], cwd=ROOT, check=True, capture_output=True)
     (words,) = recipe("make docs")
     build = [sys.executable, "-m", *words.split(), "--site-dir", str(folder)]
     assert "--strict" in build
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(build, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    (ROOT / "build").mkdir(exist_ok=True)
+    with (ROOT / "build/site.lock").open("w") as lock:  # another worker of the tests would make the links anew
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        subprocess.run(["make", "types"], cwd=ROOT, check=True, capture_output=True)
+        done = subprocess.run(build, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
     return lambda page: (folder / page).read_text()

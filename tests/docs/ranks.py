@@ -42,11 +42,12 @@ def start(prefix: Sequence[str], link: int, env: Mapping[str, str]) -> Any:
     if named is None or "--user=" in " ".join(prefix):  # without root: what owns the network would be entered first
         return warm.start(prefix, link, env)
     keeper, host, cores = named.groups()
-    there = functools.partial(enter, f"{keeper}/root/run/netns/{host}", [int(c) for c in cores.split(",")])
+    network = Path(keeper, "root", "run", "netns", host)  # as the keeper of the lab sees it
+    there = functools.partial(enter, network, [int(c) for c in cores.split(",")])
     return warm.Rank(link, env, there)
 
 
-def enter(network: str, cores: Sequence[int]) -> None:
+def enter(network: Path, cores: Sequence[int]) -> None:
     """Become a process of a host of a lab: its network, its cores, a batch process."""
     fd = os.open(network, os.O_RDONLY)
     if ctypes.CDLL(None, use_errno=True).setns(fd, _CLONE_NEWNET) != 0:

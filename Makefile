@@ -11,7 +11,10 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test chaos fuzz lint docs bench wheel-test test-torch27 spark clean types
+.PHONY: help demo test test-all test-steady test-mutants chaos fuzz lint docs bench wheel-test test-torch27 spark clean types
+
+# Where Python may keep no bytecode every process compiles commlib anew: half of what it takes to import it.
+unexport PYTHONDONTWRITEBYTECODE
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## */  make \1\t/' | expand -t 20
@@ -22,8 +25,19 @@ WORKERS ?= 3
 demo: $(READY)  ## train a small network on two processes: uncompressed, and with three codecs
 	$(BIN)/commlib train --task digits --ranks 2 --comm none --comm onebit --comm topk:ratio=0.01 --comm powersgd:rank=4
 
-test: $(READY)  ## all tests, with what ARGS adds: make test ARGS="-k onebit"
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+test: $(READY)  ## the fast tier of the tests, some minutes; with what ARGS adds: make test ARGS="-k onebit"
+	$(PYTEST) -m "not full" $(ARGS)
+
+test-all: $(READY)  ## all tests there are, half an hour; hypothesis searches anew
+	$(PYTEST) --hypothesis-profile=fresh $(ARGS)
+
+test-steady: $(READY)  ## the fast tier ten times while other processes want the cores: is a test ever red by chance?
+	$(BIN)/python tests/steady.py --workers $(WORKERS) $(ARGS)
+
+test-mutants: $(READY)  ## put faults into the core one by one, and see that the fast tier finds each; ARGS="FILE …"
+	$(BIN)/python tests/mutants.py $(ARGS)
 
 chaos: $(READY)  ## 100 trainings whose processes are killed at random moments; ARGS="--runs N --seed S"
 	$(BIN)/python -m commlib.bench.chaos --runs 100 $(ARGS)
@@ -74,7 +88,7 @@ wheel-test: $(READY)  ## build the wheel, and run fast tests against it, away fr
 		stray = [str(p) for p in found if Path(sys.prefix) not in p.parents]; \
 		sys.exit(f"not from the wheel: {stray}" if stray else None)' && \
 		../venv/bin/commlib doctor && \
-		../venv/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not checkout" --hypothesis-profile=few \
+		../venv/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not full and not checkout" --hypothesis-profile=few \
 		$(WHEEL_TESTS) $(ARGS)
 
 spark: $(SPARK)/.ready  ## train inside Spark (examples/spark_train.py) and look at the results; needs Java
@@ -115,7 +129,7 @@ clean:  ## remove what was built, and the caches; .venv stays
 types:
 	@rm -rf build/typed && mkdir -p build/typed/commlib
 	@cd build/typed/commlib && ln -s ../../../commlib/* ../../../compressors ../../../transports ../../../bench .
-	@ln -s ../../tests/cluster.py ../../tests/dists.py ../../tests/driver.py ../../tests/fleet.py ../../tests/frames.py ../../tests/leaks.py ../../tests/loops.py ../../tests/manual.py ../../tests/shards.py ../../tests/strategies.py ../../tests/torch_names.py ../../tests/toy.py ../../tests/traces.py ../../tests/turns.py ../../tests/warm.py ../../tests/wires.py build/typed
+	@ln -s ../../tests/cluster.py ../../tests/dists.py ../../tests/driver.py ../../tests/fleet.py ../../tests/frames.py ../../tests/leaks.py ../../tests/loops.py ../../tests/manual.py ../../tests/shards.py ../../tests/strategies.py ../../tests/tiers.py ../../tests/torch_names.py ../../tests/toy.py ../../tests/traces.py ../../tests/turns.py ../../tests/warm.py ../../tests/wires.py build/typed
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \

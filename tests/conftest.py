@@ -1,13 +1,13 @@
-"""What holds for every test: nothing it starts outlives it, one torch thread, GPU tests skip without a GPU."""
+"""What holds for every test: nothing it starts outlives it, what it draws is fixed, its tier has a limit."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -19,15 +19,17 @@ from commlib.bench.lab import Lab, unavailable
 from commlib.cli import main
 from fleet import Fleet
 from leaks import children, listeners, threads
+from tiers import FAST, Clock, is_fast, left_out, too_long
 from turns import shares, turn
 
-_PATIENCE = 5.0  # seconds that what a test started may take to go away by itself
+_PATIENCE = 60.0  # seconds that what a test started may take to go away by itself, on a busy machine
 
-# A test that starts processes shares two cores with them: a deadline would measure the machine.
-settings.register_profile("local", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True, database=None, print_blob=True)
-settings.register_profile("few", settings.get_profile("ci"), max_examples=5)
-settings.load_profile("ci" if os.environ.get("CI") else "local")
+# What hypothesis draws is the same in every run; `make test-all` draws anew (--hypothesis-profile=fresh) and prints how
+# to see a failure again. No deadlines: a test that starts processes shares two cores with them, and would measure them.
+settings.register_profile("fixed", deadline=None, derandomize=True, database=None, print_blob=True)
+settings.register_profile("fresh", settings.get_profile("fixed"), derandomize=False)
+settings.register_profile("few", settings.get_profile("fixed"), max_examples=5)
+settings.load_profile("fixed")
 
 torch.set_num_threads(1)
 
@@ -42,7 +44,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before -m looks at the marks, and after it has
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    for item in items:
+        if not is_fast(item):
+            item.add_marker(pytest.mark.full)
+    yield
     workers = getattr(config, "workerinput", {}).get("workercount", 1)
     alone = [item.path if item.get_closest_marker("alone") is not None else None for item in items]
     items[:] = shares(items, alone, workers)
@@ -52,6 +59,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    clock = Clock()
+    yield
+    if is_fast(item) and (why := too_long(item.nodeid, clock.seconds())):
+        pytest.fail(why, pytrace=False)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """What was not run, and how it can be."""
+    if skipped := left_out(report.longrepr[2] for report in terminalreporter.stats.get("skipped", ())):
+        terminalreporter.write_line(f"skipped: {skipped}")
+    if config.option.markexpr == FAST:
+        terminalreporter.write_line("this was the fast tier; everything there is: make test-all")
 
 
 def pytest_collection_finish() -> None:

@@ -36,6 +36,15 @@ def _children(parent: int | str) -> dict[str, str]:
     return found
 
 
+def descendants() -> list[str]:
+    """Process ids of children, their children, and so on."""
+    found, todo = [], list(_children("self"))
+    while todo:
+        found.append(todo.pop())
+        todo += _children(found[-1])
+    return found
+
+
 def threads() -> dict[object, str]:
     """Every live non-daemon thread by identity."""
     return {t: t.name for t in threading.enumerate() if not t.daemon}

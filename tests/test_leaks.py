@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 LEAKS = """
 import multiprocessing as mp, socket, subprocess, sys, threading
 
@@ -44,7 +42,6 @@ def test_clean_up():
 """
 
 
-@pytest.mark.slow
 def test_leaks_fail_the_test_that_made_them(tmp_path: Path) -> None:
     conftest = (Path(__file__).parent / "conftest.py").read_text(encoding="utf-8")
     (tmp_path / "conftest.py").write_text(conftest.replace("_PATIENCE = 5.0", "_PATIENCE = 0.5"), encoding="utf-8")

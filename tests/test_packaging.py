@@ -46,6 +46,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
         return Built(archive.namelist(), inside, archive.read(metadata))
 
 
+@pytest.mark.full
 @pytest.mark.checkout
 def test_every_file_of_the_folders_is_in_the_wheel(built: Built) -> None:
     wanted = {}
@@ -60,18 +61,21 @@ def test_every_file_of_the_folders_is_in_the_wheel(built: Built) -> None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.checkout
 def test_commlib_is_the_only_top_level_name(built: Built) -> None:
     top = {name.partition("/")[0] for name in built.wheel}
     assert {name for name in top if not name.endswith(".dist-info")} == {"commlib"}
 
 
+@pytest.mark.full
 @pytest.mark.checkout
 def test_the_wheel_carries_no_tests_and_the_licence(built: Built) -> None:
     assert not [name for name in built.wheel if "test_" in name or "conftest" in name]
     assert any(name.endswith("/licenses/LICENSE") for name in built.wheel)
 
 
+@pytest.mark.full
 @pytest.mark.checkout
 def test_the_sdist_is_the_checkout_tests_and_docs_included(built: Built) -> None:
     wanted = {name for name in tracked() if not name.startswith((".ci/", ".git"))}
@@ -80,6 +84,7 @@ def test_the_sdist_is_the_checkout_tests_and_docs_included(built: Built) -> None
     assert sorted(n for n in set(built.sdist) - wanted - made if not n.startswith("torch_commlib.egg-info/")) == []
 
 
+@pytest.mark.full
 @pytest.mark.checkout
 def test_the_metadata_is_valid_and_its_version_the_one_that_the_package_says(built: Built) -> None:
     found = Metadata.from_email(built.metadata, validate=True)  # as an index does

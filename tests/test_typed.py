@@ -14,7 +14,7 @@ import pytest
 
 import dists
 
-pytestmark = [pytest.mark.slow, pytest.mark.checkout]
+pytestmark = [pytest.mark.full, pytest.mark.checkout]
 
 CONSUMER = Path(__file__).with_name("consumer") / "uses_commlib.py"
 
@@ -65,6 +65,7 @@ def pyright(python: Path, folder: Path) -> dict[int, str]:
     return {d["range"]["start"]["line"] + 1: d["message"] for d in said}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("check", [mypy, pyright])
 def test_what_a_consumer_does_right_has_types_and_what_he_does_wrong_is_an_error(
     check: Callable[[Path, Path], dict[int, str]], python: Path, tmp_path: Path

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from commlib.bench.shapes import find_factory
 from commlib.model import linear_layers, trained_parameters
 
 from .layers import Kind, Layer, Model
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
 
 _EXAMPLE = re.compile(r"(int:)?([1-9][0-9]{0,8}(?:,[1-9][0-9]{0,8})*)")
 _BATCH = 2  # a batch norm wants more than one value
@@ -99,6 +102,8 @@ def count(module: nn.Module, examples: Tensor) -> tuple[Layer, ...]:
         module: the model.
         examples: a batch; its first dimension counts the examples.
     """
+    from torch.utils.flop_counter import FlopCounterMode  # brings Triton along, which takes longer than all of commlib
+
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         calls = _Calls(counter)
         hooks = [h for m in module.modules() for h in calls.watch(m)]

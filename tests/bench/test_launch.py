@@ -62,7 +62,6 @@ def test_ranks_meet_and_answer_in_order(capfd: pytest.CaptureFixture[str]) -> No
     assert err.count("a rank's own output") == 2
 
 
-@pytest.mark.slow
 def test_the_rank_that_raised_is_named_and_the_others_are_ended() -> None:
     with pytest.raises(RankFailed, match="rank 1 failed: ArithmeticError: seven is not eight") as caught:
         run_ranks(fail_on_one, 2, timeout=300)
@@ -71,7 +70,6 @@ def test_the_rank_that_raised_is_named_and_the_others_are_ended() -> None:
     assert "fail_on_one" in caught.value.trace
 
 
-@pytest.mark.slow
 def test_a_rank_that_dies_is_named_with_its_signal() -> None:
     with pytest.raises(RankFailed, match="rank 0 was killed by SIGKILL"):
         run_ranks(die_on_zero, 2, (int(signal.SIGKILL),), timeout=300)

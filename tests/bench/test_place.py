@@ -44,7 +44,6 @@ def fail() -> None:
     dist.barrier()
 
 
-@pytest.mark.slow
 def test_two_ranks_here_by_default() -> None:
     with place(None, None, None) as p:
         assert p.launches
@@ -52,7 +51,7 @@ def test_two_ranks_here_by_default() -> None:
         assert p.run(add_up, (10,), timeout=300) == 21.0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ranks_on_emulated_hosts_again_and_again(lab: Callable[..., Lab]) -> None:
     with place(None, 2, "200mbit", 2) as p:
         assert p.facts() == {"ranks": 4, "hosts": 2, "ranks_per_host": 2, "rate": "200mbit"}
@@ -64,7 +63,7 @@ def test_ranks_on_emulated_hosts_again_and_again(lab: Callable[..., Lab]) -> Non
         assert all(c.sent_bytes > 0 for c in p.lab.counters())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_under_torchrun_only_rank_0_has_the_result(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB.format(folder=str(Path(__file__).parent), out=str(tmp_path)))

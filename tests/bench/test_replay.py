@@ -145,7 +145,6 @@ def averaged(world: World, as_view: bool, codec: str | None) -> list[tuple[dict[
 
 @pytest.mark.parametrize("as_view", [False, True])
 @pytest.mark.parametrize("codec", [None, "none@dense"])
-@pytest.mark.slow
 def test_under_ddp_every_step_gives_the_mean_over_the_ranks(fleet: Fleet, as_view: bool, codec: str | None) -> None:
     ranks = fleet.run(2, averaged, as_view, codec)
     for a, b in zip(*ranks, strict=True):

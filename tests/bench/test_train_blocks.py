@@ -8,9 +8,8 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.slow
 
-
+@pytest.mark.full
 def test_digits_are_learnt_as_well_as_dense_within_two_points() -> None:
     pytest.importorskip("sklearn")
     comms = ["none", "blocks:keep=0.1,staleness=4", "blocks"]

@@ -19,9 +19,6 @@ from commlib.bench.train.rank import main as rank_main
 from commlib.bench.train.settings import Settings
 from commlib.bench.train.tasks import BadInput
 
-pytestmark = pytest.mark.slow
-
-
 Call = Callable[..., tuple[int, str, str]]
 
 
@@ -52,6 +49,7 @@ def test_what_only_a_rank_can_see_is_one_line_too(call: Call) -> None:
     assert err == ("error: 1437 examples do not fill one step of 2 ranks × --batch 5000: lower --batch or --ranks\n")
 
 
+@pytest.mark.full
 def test_a_limit_and_a_hierarchy_on_one_node_are_in_the_json_which_says_why_it_is_flat(
     call: Call,
 ) -> None:
@@ -66,6 +64,7 @@ def two_by_two(rank: int) -> dict[str, str]:
     return {"GROUP_RANK": str(rank // 2), "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"}
 
 
+@pytest.mark.full
 def test_two_levels_are_trained_on_and_resumed(tmp_path: Path) -> None:
     options: dict[str, Any] = {"checkpoint": tmp_path, "hierarchy": True, "comms": ("onebit",)}
     run_ranks(rank_main, 4, (Settings(**options, steps=6),), env=two_by_two)
@@ -76,6 +75,7 @@ def test_two_levels_are_trained_on_and_resumed(tmp_path: Path) -> None:
         assert run["replicas_equal"]
 
 
+@pytest.mark.full
 def test_an_environment_that_makes_no_nodes_is_bad_input_and_says_what_does() -> None:
     with pytest.raises(RankFailed) as failed:
         run_ranks(rank_main, 2, (Settings(steps=3, hierarchy=True),), env=lambda rank: {"LOCAL_RANK": "0"})
@@ -83,7 +83,6 @@ def test_an_environment_that_makes_no_nodes_is_bad_input_and_says_what_does() ->
     assert "ranks 0 and 1 both say LOCAL_RANK 0 on node 0" in str(failed.value)
 
 
-@pytest.mark.slow
 def test_json_of_codecs_and_seeds(call: Call) -> None:
     code, out, err = call("train", "--json", "--seeds", "2", "--steps", "60", "--comm", "none", "--comm", "onebit")
     assert code == 0, err
@@ -107,7 +106,7 @@ def test_json_of_codecs_and_seeds(call: Call) -> None:
     assert report["summary"][0]["accuracy"]["sd"] is not None
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_table_of_a_run_that_torchrun_started(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     flags = ["-m", "commlib.bench.train", "--steps", "20", "--comm", "none", "--comm", "onebit"]
@@ -122,7 +121,6 @@ def test_table_of_a_run_that_torchrun_started(tmp_path: Path) -> None:
     assert float(rows["onebit"][5]) > 15
 
 
-@pytest.mark.slow
 def test_text_learns_a_file_by_epochs(tmp_path: Path) -> None:
     path = tmp_path / "t.txt"
     path.write_text("the quick brown fox jumps over the lazy dog. " * 150, encoding="utf-8")
@@ -134,7 +132,7 @@ def test_text_learns_a_file_by_epochs(tmp_path: Path) -> None:
     assert (steps[-1].step, steps[-1].total) == (88, 88)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_cifar_reads_an_archive_of_jpegs_with_amp(tmp_path: Path) -> None:
     path = tmp_path / "images.npz"
     write_images(path, train=64, test=16)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-pytestmark = [pytest.mark.slow, pytest.mark.checkout]
+pytestmark = pytest.mark.checkout
 
 
 def run(name: str, *args: str) -> str:
@@ -23,6 +23,7 @@ def run(name: str, *args: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_plain_ddp_script() -> None:
     pytest.importorskip("sklearn")
     found = re.fullmatch(r"test accuracy (.*)%; sent (.*) times fewer bytes than plain DDP\n", run("ddp_digits.py"))
@@ -31,6 +32,7 @@ def test_plain_ddp_script() -> None:
     assert float(found[2]) > 15
 
 
+@pytest.mark.full
 def test_own_codec() -> None:
     out = run("own_codec.py")
     losses = [float(x) for x in re.findall(r"step +\d+: loss (\S+)\n", out)]
@@ -49,6 +51,7 @@ def test_a_limited_job_keeps_its_limit_beside_a_neighbour() -> None:
         assert float(neighbour) > 20
 
 
+@pytest.mark.full
 def test_fsdp2_with_gradients_by_onebit_is_at_its_loss_with_a_fraction_of_the_bytes() -> None:
     pytest.importorskip("sklearn")
     lines = run("fsdp_digits.py", "none", "onebit", "int8+int8").splitlines()

@@ -11,8 +11,6 @@ import pytest
 
 from commlib.bench.train import picture, until
 
-pytestmark = pytest.mark.slow
-
 Call = Callable[..., tuple[int, str, str]]
 
 
@@ -42,6 +40,7 @@ def test_bad_flags_are_one_line_and_exit_2(call: Call, args: list[str], said: st
     assert err.count("\n") == 1
 
 
+@pytest.mark.full
 def test_ranks_that_meet_seldom_learn_with_few_bytes_and_losses_on_the_way_are_drawn(
     call: Call, tmp_path: Path
 ) -> None:

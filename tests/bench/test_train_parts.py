@@ -138,7 +138,6 @@ def drift() -> None:
     raise ReplicasDiffer(text)
 
 
-@pytest.mark.slow
 def test_replicas_that_differ_are_found_on_every_rank() -> None:
     with pytest.raises(Exception, match=r"'onebit' the replicas differ: \w{12} on rank 0; \w{12} on rank 1"):
         run_ranks(drift, 2, timeout=300)

@@ -14,7 +14,6 @@ from commlib.bench.train.rank import main as rank_main
 from commlib.bench.train.settings import Settings
 from commlib.errors import CheckpointMismatch
 
-pytestmark = pytest.mark.slow
 SETTINGS = Settings(comms=("onebit",), steps=200, hidden=256)
 
 
@@ -33,6 +32,7 @@ def train(settings: Settings, ranks: int = 2, stop_at: int | None = None) -> dic
     return result
 
 
+@pytest.mark.full
 def test_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     with pytest.raises(Enough):
         train(dataclasses.replace(SETTINGS, checkpoint=tmp_path / "a", every=25), stop_at=60)

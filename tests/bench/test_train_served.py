@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 Call = Callable[..., tuple[int, str, str]]
 
 
@@ -35,6 +33,7 @@ def test_bad_flags_are_one_line_and_exit_2(call: Call, args: list[str], said: st
     assert err.count("\n") == 1
 
 
+@pytest.mark.full
 def test_messages_that_are_coded_are_a_fraction_of_the_bytes_and_it_learns_the_same(call: Call) -> None:
     coded = "bsp push=onebit pull=onebit"  # in bulk every run is the same run: what it learns is not a matter of luck
     code, out, err = call("train", "--ranks", "2", "--steps", "60", "--server", "bsp", "--server", coded, "--json")
@@ -46,6 +45,7 @@ def test_messages_that_are_coded_are_a_fraction_of_the_bytes_and_it_learns_the_s
     assert small["replicas_equal"]
 
 
+@pytest.mark.full
 def test_in_bulk_it_reaches_what_ddp_reaches_and_a_rule_that_follows_learning_is_told(call: Call) -> None:
     args = ["--ranks", "2", "--steps", "40", "--server", "bsp", "--server", "bsp background", "--server", "dtssp"]
     code, out, err = call("train", *args, "--step-time", "0.01", "--pauses", "0.1", "--json")

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
 _DEADLINE = 40.0
 _MARK = "COMMLIB_TEST_STOP"  # in the environment of the command and of all it starts
 
@@ -41,6 +40,7 @@ def training(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("signum", "code", "said"),
     [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "told to stop (SIGTERM)")],

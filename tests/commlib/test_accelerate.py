@@ -147,7 +147,6 @@ def loads(world: World, folder: str) -> dict[str, Any]:
         return state
 
 
-@pytest.mark.slow
 def test_another_number_of_processes_shares_out_what_was_not_sent(fleet: Fleet, tmp_path: Path):
     before, after = owed(fleet.run(2, saves, str(tmp_path))), owed(fleet.run(3, loads, str(tmp_path)))
     for name, values in before.items():

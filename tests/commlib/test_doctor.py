@@ -44,6 +44,7 @@ def test_the_self_test_gives_up_at_its_deadline() -> None:
     assert outcome["detail"] == "rank 0: no answer within 0.01 s; rank 1: no answer within 0.01 s"
 
 
+@pytest.mark.full
 def test_an_interface_that_is_not_there_breaks_gloo(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

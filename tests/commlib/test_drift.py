@@ -257,7 +257,6 @@ def gone() -> None:
     raise PeerLost("as the roll call found")
 
 
-@pytest.mark.slow
 def test_who_does_not_come_is_named(fleet: Fleet) -> None:
     said = fleet.run(2, alone)[0]
     assert "rank 1" in said[0]

@@ -14,9 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 import commlib
 from commlib.exchange.item import World
 from fleet import Fleet
+from tiers import full
 from toy import Trainer, same_everywhere, through_delays, torchrun
-
-pytestmark = pytest.mark.slow
 
 SHAPES = [(2, 2), (3, 2), (2, 3)]
 ROUTES = ("none", "fp16", "onebit@gather", "onebit@scatter_gather", "int8@scatter_gather", "dgc:ratio=0.05", "qsgd")
@@ -42,14 +41,14 @@ class Odd(nn.Module):
         return out
 
 
-def replicas(world: World, local: int, rules: list[Any]) -> list[tuple[str, str, int, int]]:
+def replicas(world: World, local: int, rules: list[Any], steps: int) -> list[tuple[str, str, int, int]]:
     found = []
     for rule in rules:
         t = trainer(world, rule, local)
-        finite = t.train(20)
+        finite = t.train(steps)
         stats = t.comm.stats()
         t.close()
-        assert stats.steps == 20
+        assert stats.steps == steps
         assert all(finite)
         assert same_everywhere(world, t.weights()), rule
         assert stats.inter_bytes is not None
@@ -57,17 +56,18 @@ def replicas(world: World, local: int, rules: list[Any]) -> list[tuple[str, str,
     return found
 
 
-@pytest.mark.parametrize(("nodes", "local"), SHAPES)
-def test_replicas_are_bitwise_equal_after_20_steps(fleet: Fleet, nodes: int, local: int):
-    reports = fleet.run(nodes * local, replicas, local, [*ROUTES, MIXED])
+@pytest.mark.parametrize(("nodes", "local", "steps"), [(2, 2, 3), *full(*((n, k, 20) for n, k in SHAPES))])
+def test_replicas_are_bitwise_equal_after_many_steps(fleet: Fleet, nodes: int, local: int, steps: int):
+    reports = fleet.run(nodes * local, replicas, local, [*ROUTES, MIXED], steps)
     for _, about, wire, inter in (row for report in reports for row in report):
         assert about == f"dense inside a node of {local}, routes between {nodes} nodes"
         assert 0 < inter < wire
     # between nodes all ranks together send 2(N−1) gradients, and inside every node 2(L−1)
     values = 4 * (64 * 48 + 48 + 48 * 48 + 48 + 48 * 5 + 5)
-    assert sum(report[0][3] for report in reports) == pytest.approx(20 * 2 * (nodes - 1) * values, abs=10)
+    assert sum(report[0][3] for report in reports) == pytest.approx(steps * 2 * (nodes - 1) * values, abs=10)
     inside = sum(report[0][2] - report[0][3] for report in reports)
-    assert 20 * 2 * nodes * (local - 1) * values <= inside + 10 < 1.1 * 20 * 2 * nodes * (local - 1) * values
+    dense = steps * 2 * nodes * (local - 1) * values
+    assert dense <= inside + 10 < 1.1 * dense
 
 
 def gradients(world: World, module: nn.Module, x: Tensor, local: int | None, rule: str = "none") -> list[Tensor]:
@@ -117,10 +117,10 @@ def delayed(world: World, rule: Any, repetitions: int) -> tuple[bool, bool]:
     return unchanged, equal
 
 
-@pytest.mark.parametrize("size", [4, 6])
-def test_random_delays_between_rounds_change_nothing_in_50_steps(fleet: Fleet, size: int):
+@pytest.mark.parametrize(("size", "steps"), [(4, 6), *full((4, 50), (6, 50))])
+def test_random_delays_between_rounds_change_nothing(fleet: Fleet, size: int, steps: int):
     rule = {"0.*": "onebit@scatter_gather", "2.weight": "int8@gather", "*": "topk:ratio=0.1@gather"}
-    for unchanged, equal in fleet.run(size, delayed, rule, 50):
+    for unchanged, equal in fleet.run(size, delayed, rule, steps):
         assert unchanged
         assert equal
 

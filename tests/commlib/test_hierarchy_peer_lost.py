@@ -25,8 +25,6 @@ import warm
 from commlib.exchange.item import World
 from toy import torchrun
 
-pytestmark = pytest.mark.slow
-
 SIZE = 4
 VICTIM = 3  # ranks 0 and 1 are one node, 2 and 3 the other
 SCENES = [("none", True), ("onebit@scatter_gather", True), ("none", None), ("onebit@scatter_gather", None)]

@@ -16,9 +16,8 @@ from commlib.manager import manager
 from commlib.manager.decision import Decision
 from commlib.manager.sheet import Figures
 from fleet import Fleet
+from tiers import full
 from toy import Trainer, same_everywhere, through_delays, torchrun
-
-pytestmark = pytest.mark.slow
 
 ABOUT = "dense inside a node of 2, routes between 2 nodes"
 MIXED = {"0.*": "factors", "2.*": "onebit@gather", "4.weight": "owners", "*": "none"}
@@ -50,7 +49,7 @@ def by_rule(world: World, rule: Any, options: dict[str, Any]) -> tuple[bool, flo
 
 
 @pytest.mark.parametrize("rows", BY_ROWS)
-@pytest.mark.parametrize("options", [{}, {"dense_steps": 7}, {"limit": "400mbit"}], ids=str)
+@pytest.mark.parametrize("options", [{"dense_steps": 7}, *full({}, {"limit": "400mbit"})], ids=str)
 def test_some_layers_go_by_rows_among_all_ranks_and_some_over_two_levels(
     fleet: Fleet, options: dict[str, Any], rows: str
 ) -> None:
@@ -66,6 +65,7 @@ def all_by_rows(world: World, rows: str) -> tuple[bool, float]:
     return same, off
 
 
+@pytest.mark.full  # a rule for some of them is the same path
 @pytest.mark.parametrize("rows", BY_ROWS)
 def test_all_layers_may_go_by_rows(fleet: Fleet, rows: str) -> None:
     for same, off in fleet.run(4, all_by_rows, rows):
@@ -99,6 +99,7 @@ def chosen(world: World, rule: Any) -> tuple[bool, float, bool, str, int]:
     return same_everywhere(world, ours.weights()), off, ours.comm.settled, str(plan), plan.local
 
 
+@pytest.mark.full
 def test_auto_measures_both_levels_and_settles(fleet: Fleet) -> None:
     for same, off, settled, plan, local in fleet.run(4, chosen, "auto"):
         assert same
@@ -109,6 +110,7 @@ def test_auto_measures_both_levels_and_settles(fleet: Fleet) -> None:
         assert local == 2
 
 
+@pytest.mark.full
 def test_codecs_between_nodes_are_not_chosen_and_the_plan_says_so(fleet: Fleet) -> None:
     rule = "lossy:onebit+powersgd:rank=1+int8@factors"
     for same, _, settled, plan, _ in fleet.run(4, chosen, rule):
@@ -153,6 +155,7 @@ def turned(world: World) -> tuple[bool, float, set[str]]:
     return same_everywhere(world, ours.weights()), apart(ours.weights(), ddp.weights()), seen
 
 
+@pytest.mark.full
 def test_layers_come_to_rows_and_go_back_to_two_levels_while_the_link_is_probed(fleet: Fleet) -> None:
     for same, off, seen in fleet.run(4, turned):
         assert same

@@ -12,9 +12,8 @@ from torch import Tensor
 import commlib
 from commlib.exchange.item import World
 from fleet import Fleet
+from tiers import full
 from toy import Trainer, owed, poison, torchrun
-
-pytestmark = pytest.mark.slow
 
 MIXED = {"0.*": "onebit@scatter_gather", "2.*": "none", "*": "topk:ratio=0.1@gather"}
 
@@ -68,6 +67,7 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     return [f"{n} {k}" for r, n, k, e in slots if not torch.equal(e["value"], b["ranks"][r][n][k]["value"])]
 
 
+@pytest.mark.full
 def test_a_step_with_an_inf_leaves_no_trace(fleet: Fleet):
     for report in fleet.run(4, bad_step, ["onebit@gather", "onebit@scatter_gather", "dgc:ratio=0.05", MIXED]):
         assert {rule: wrong for rule, wrong in report.items() if wrong} == {}
@@ -93,8 +93,8 @@ def conserved(world: World, rule: str, local: int) -> dict[str, Any]:
     return {"applied": applied, "own": own, "state": state}
 
 
-@pytest.mark.parametrize("rule", ["onebit@gather", "onebit@scatter_gather", "topk:ratio=0.05@gather"])
-@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (2, 3)])
+@pytest.mark.parametrize("rule", ["onebit@scatter_gather", *full("onebit@gather", "topk:ratio=0.05@gather")])
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), *full((2, 3))])
 def test_what_was_applied_and_what_is_pending_are_all_gradients(fleet: Fleet, rule: str, nodes: int, local: int):
     reports: list[dict[str, Any]] = fleet.run(nodes * local, conserved, rule, local)
     produced = sum(r["own"] for r in reports) / len(reports)
@@ -142,7 +142,7 @@ def resumed(world: World, rules: list[Any], local: int) -> dict[str, bool]:
     return same
 
 
-@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (3, 2)])
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), *full((3, 2))])
 def test_resume_is_exact_and_does_not_depend_on_buckets(fleet: Fleet, nodes: int, local: int):
     rules = ["onebit@gather", "onebit@scatter_gather", "dgc:ratio=0.05", "topk:ratio=0.1@gather"]
     for report in fleet.run(nodes * local, resumed, rules, local):
@@ -166,8 +166,8 @@ def take_over(world: World, rule: str, local: int, merged: dict[str, Any]) -> di
     return state
 
 
-@pytest.mark.parametrize("rule", ["onebit@scatter_gather", "topk:ratio=0.1@gather", "dgc:ratio=0.05"])
-@pytest.mark.parametrize(("size", "local"), [(2, 1), (4, 1), (6, 2), (6, 3), (4, 4)])
+@pytest.mark.parametrize("rule", ["onebit@scatter_gather", *full("topk:ratio=0.1@gather", "dgc:ratio=0.05")])
+@pytest.mark.parametrize(("size", "local"), [(2, 1), (6, 2), *full((4, 1), (6, 3), (4, 4))])
 def test_pending_gradient_is_conserved_flat_by_other_nodes_and_on_one_node(fleet, rule, size, local):
     there = flat(commlib.merge_state_dicts(merged := fleet.run(4, states, rule, 2)))
     after = fleet.run(size, take_over, rule, local, commlib.merge_state_dicts(merged))

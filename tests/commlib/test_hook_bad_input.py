@@ -19,8 +19,6 @@ import commlib
 from commlib.exchange.item import World
 from fleet import Fleet
 
-pytestmark = pytest.mark.slow
-
 # -- models, and what is caught ------------------------------------------------------------------
 
 

@@ -21,8 +21,6 @@ from commlib.exchange import BY_ROWS
 from commlib.exchange.item import World
 from fleet import Fleet
 
-pytestmark = pytest.mark.slow
-
 STEPS = 12
 WIDTH = 24
 

@@ -18,8 +18,6 @@ from commlib.exchange.item import World
 from fleet import Fleet
 from toy import Trainer, same_everywhere, torchrun
 
-pytestmark = pytest.mark.slow
-
 
 def attached(world: World, hierarchy: Any, rule: Any = "none") -> str:
     """The plan, or the error, that this rank gets; it must come at once."""

@@ -171,7 +171,6 @@ def takes(world: World, folder: str) -> dict[str, Any]:
     return ended(module.taken)
 
 
-@pytest.mark.slow
 def test_another_number_of_ranks_shares_out_what_was_not_sent(fleet: Fleet, tmp_path: Path):
     fleet.run(2, saves, str(tmp_path))
     before = owed([torch.load(tmp_path / "step=4.ckpt", weights_only=False)[KEY]])
@@ -333,7 +332,6 @@ def in_the_other_package(world: World, folder: str) -> list[str]:
     return ended(sorted(torch.load(f"{folder}/other.ckpt", weights_only=False)[KEY]["ranks"]))
 
 
-@pytest.mark.slow
 def test_pytorch_lightning_has_the_same_strategy(fleet: Fleet, tmp_path: Path):
     assert fleet.run(2, in_the_other_package, str(tmp_path)) == [["0", "1"]] * 2
 

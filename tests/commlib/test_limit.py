@@ -58,6 +58,7 @@ def both(world: World, rules: list[Any]) -> list[tuple[float, bool, float, float
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [2, 3])
 def test_under_a_limit_the_same_is_exchanged_as_without(fleet: Fleet, size: int):
     for report in fleet.run(size, both, RULES):
@@ -141,7 +142,7 @@ MIXED: list[Any] = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_random_delays_over_all_exchanges_change_nothing_and_nothing_hangs(fleet: Fleet):
     for report in fleet.run(3, stress, MIXED, 40):
         for off, equal in report:
@@ -216,7 +217,6 @@ def _timed(original: Any, held: list[float]) -> Any:
 
 
 @pytest.mark.alone
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["none", "none@scatter_gather", "fp16@gather", "factors"])
 def test_at_the_sockets_no_window_has_more_than_the_limit_allows(fleet: Fleet, rule: str):
     limit = commlib.RateLimit(40, burst=100_000)
@@ -232,7 +232,6 @@ def test_at_the_sockets_no_window_has_more_than_the_limit_allows(fleet: Fleet, r
 
 
 @pytest.mark.alone
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["none", "factors"])
 def test_the_backward_pass_waits_for_no_turn(fleet: Fleet, rule: str):
     limit = commlib.RateLimit(2, burst=30_000)
@@ -249,7 +248,7 @@ def auto(world: World) -> tuple[bool, bool]:
     return all(finite), equal
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_manager_measures_and_chooses_under_a_limit(fleet: Fleet):
     assert fleet.run(2, auto) == [(True, True)] * 2
 

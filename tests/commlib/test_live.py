@@ -20,8 +20,6 @@ from commlib.exchange.item import World
 from fleet import Fleet
 from toy import Trainer, batch, head, model, owed, poison, same_everywhere
 
-pytestmark = pytest.mark.slow
-
 
 class TwoBranches(nn.Module):
     """One of two is used."""
@@ -410,6 +408,7 @@ def often(world: World, times: int, again: bool) -> tuple[list[tuple[int, int, i
     return seen, same, lanes()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("again", [False, True], ids=["swap", "detach and attach"])
 def test_fifty_swaps_leak_no_thread_no_descriptor_and_no_process_group(fleet: Fleet, again: bool) -> None:
     for seen, same, left in fleet.run(2, often, 50, again):

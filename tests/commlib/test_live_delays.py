@@ -13,8 +13,6 @@ from commlib.exchange.item import World
 from fleet import Fleet
 from toy import Trainer, through_delays
 
-pytestmark = pytest.mark.slow
-
 CHAIN = (  # one collective and many, with rows that leave early and without, with residuals and without
     {"0.*": "onebit@scatter_gather", "2.*": "powersgd", "*": "topk:ratio=0.1@gather"},
     {"0.*": "factors", "2.*": "powersgd", "*": "factors"},
@@ -63,6 +61,7 @@ def turned(world: World, steps: int) -> tuple[bool, bool, int]:
     return unchanged, equal, made[-1].turns
 
 
+@pytest.mark.full
 def test_random_delays_change_nothing_through_48_swaps_in_200_steps(fleet: Fleet) -> None:
     for unchanged, equal, turns in fleet.run(4, turned, 200):
         assert unchanged

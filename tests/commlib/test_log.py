@@ -341,7 +341,6 @@ def by_nodes(world: World, folder: str) -> None:
     trainer.close()
 
 
-@pytest.mark.slow
 def test_under_a_hierarchy_residuals_are_known_and_errors_are_not(fleet: Fleet, tmp_path: Path) -> None:
     fleet.run(4, by_nodes, str(tmp_path))
     for rank in range(4):

@@ -96,7 +96,6 @@ def dense_throughout(world: World) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
 def test_dense_has_no_hook_equals_ddp_bit_for_bit_and_counts_what_a_hook_would(fleet: Fleet) -> None:
     for found in fleet.run(3, dense_throughout):
         assert found["hooks"] == (False, True)
@@ -211,7 +210,6 @@ def counted(world: World) -> dict[str, tuple[int, int, bool, bool]]:
     return found
 
 
-@pytest.mark.slow
 def test_exchanges_are_counted_as_ddp_makes_them(fleet: Fleet) -> None:
     for found in fleet.run(2, counted):
         assert len(found) == len(WAYS)
@@ -270,7 +268,6 @@ def buckets_of_a_hook(world: World) -> list[list[str]]:
     return seen
 
 
-@pytest.mark.slow
 def test_the_hook_comes_when_there_is_something_to_do_after_the_same_exchange_on_all_ranks(fleet: Fleet) -> None:
     (buckets, *_) = fleet.run(2, buckets_of_a_hook)
     assert len(buckets) > 1
@@ -305,7 +302,6 @@ def resumed(world: World, state: Any) -> tuple[bool, bool, int, bool, dict[str, 
     return before, after, trainer.comm.stats().steps, same_everywhere(world, trainer.weights()), left
 
 
-@pytest.mark.slow
 def test_residuals_of_a_checkpoint_bring_the_hook(fleet: Fleet) -> None:
     states = fleet.run(2, saved)
     assert any(bool(x.any()) for x in owed(states).values())
@@ -332,7 +328,6 @@ def joining(world: World, least: int) -> tuple[list[bool], bool]:
 
 
 @pytest.mark.parametrize("least", [0, 2])
-@pytest.mark.slow
 def test_a_join_context_brings_the_hook_on_all_ranks_even_on_one_without_inputs(fleet: Fleet, least: int) -> None:
     assert fleet.run(3, joining, least) == [([False, True], True)] * 3
 
@@ -370,7 +365,6 @@ def not_looked_at(world: World) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.slow
 def test_models_and_options_that_need_a_hook_have_it_from_the_beginning(fleet: Fleet) -> None:
     without = dict.fromkeys(["plain", "one bucket", "views", "ignoring"], False)
     need = dict.fromkeys(["unused", "static", "limit", "group"], True)
@@ -403,7 +397,6 @@ def in_the_way(world: World) -> tuple[str, str]:
     return said[0], said[1]
 
 
-@pytest.mark.slow
 def test_a_second_attach_and_another_hook_meanwhile_are_errors_that_say_so(fleet: Fleet) -> None:
     for again, other in fleet.run(2, in_the_way):
         assert "attached already" in again
@@ -427,7 +420,6 @@ def kept_and_freed(world: World) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.slow
 def test_the_model_keeps_the_state_and_nothing_keeps_the_model(fleet: Fleet) -> None:
     assert fleet.run(2, kept_and_freed) == [{"kept": True, "freed": True}] * 2
 
@@ -444,6 +436,5 @@ def copied(world: World) -> bool:
     return equal(ddp, twin) and not hooked(ddp) and not hooked(twin) and steps == 1
 
 
-@pytest.mark.slow
 def test_a_copy_of_the_model_joins_as_any_other(fleet: Fleet) -> None:
     assert fleet.run(2, copied) == [True] * 2

@@ -12,8 +12,6 @@ from commlib.exchange.item import World
 from fleet import Fleet
 from toy import PAIRS, Trainer, poison, same_everywhere
 
-pytestmark = pytest.mark.slow
-
 BAD_STEP = 4
 
 

@@ -325,7 +325,6 @@ def embedded(world: World) -> list[Tensor]:
     return state(model)
 
 
-@pytest.mark.slow
 def test_with_an_embedded_shard_ranks_get_what_ddp_gives_them_but_for_the_order_of_sums(fleet: Fleet) -> None:
     expected, found = fleet.run(3, ddp)[0], fleet.run(3, embedded)
     assert all(same(each, found[0]) for each in found)

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commlib
 import warm
 
-pytestmark = [pytest.mark.alone, pytest.mark.slow]  # thirty processes start at once, and have deadlines
+pytestmark = pytest.mark.alone  # thirty processes start at once, and have deadlines
 
 SIZE = 3
 VICTIM = 2

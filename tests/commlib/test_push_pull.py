@@ -29,7 +29,6 @@ from commlib.server import meeting
 from fleet import Fleet
 from toy import Trainer, same_everywhere, through_delays, train_poisoned
 
-pytestmark = pytest.mark.slow
 BOUND = 2e-6
 
 

@@ -41,7 +41,6 @@ def trained(world: World, rule: Any, folder: str, style: str) -> tuple[Tensor, T
     return ends[0], ends[1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "phases"),
     [
@@ -92,7 +91,6 @@ def in_parts(world: World, folder: str) -> None:
         parts.SIZE = size
 
 
-@pytest.mark.slow
 def test_parts_of_a_bucket_have_a_row_each(fleet: Fleet, tmp_path: Path) -> None:
     fleet.run(2, in_parts, str(tmp_path))
     for rank in range(2):
@@ -118,7 +116,6 @@ def without_a_hook(world: World, folder: str) -> tuple[bool, int, int]:
     return hooked, hooks, trainer.comm.stats().steps
 
 
-@pytest.mark.slow
 def test_without_a_hook_ddps_exchange_is_seen_as_one_and_what_looks_on_goes_again(fleet: Fleet, tmp_path: Path) -> None:
     for hooked, hooks, steps in fleet.run(2, without_a_hook, str(tmp_path)):
         assert not hooked
@@ -148,7 +145,6 @@ def poisoned(world: World, folder: str) -> int:
     return skipped
 
 
-@pytest.mark.slow
 def test_a_step_that_was_not_finite_is_marked(fleet: Fleet, tmp_path: Path) -> None:
     assert fleet.run(2, poisoned, str(tmp_path)) == [1, 1]
     for rank in range(2):
@@ -165,7 +161,6 @@ def managed(world: World, folder: str) -> None:
     trainer.close()
 
 
-@pytest.mark.slow
 def test_the_managers_reviews_and_what_it_says_are_there(fleet: Fleet, tmp_path: Path) -> None:
     fleet.run(2, managed, str(tmp_path))
     seen = [spans(file(str(tmp_path), rank))["manager"] for rank in range(2)]
@@ -191,7 +186,6 @@ def named(world: World, folder: str) -> list[str]:
     return []
 
 
-@pytest.mark.slow
 def test_each_rank_that_asks_has_a_file_of_its_own_and_one_command_makes_one_of_them(
     fleet: Fleet, tmp_path: Path, call: Callable[..., tuple[int, str, str]]
 ) -> None:

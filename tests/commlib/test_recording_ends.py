@@ -117,7 +117,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_end_of_the_process_ends_it_wherever_that_has_gone_meanwhile(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert "Traceback" not in done.stderr
@@ -139,7 +139,7 @@ assert open("t.json").read() == empty
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_process_that_was_forked_writes_nothing_at_its_end(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", FORKING], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")

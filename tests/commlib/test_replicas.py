@@ -8,19 +8,23 @@ import torch
 import commlib
 from commlib.exchange.item import World
 from fleet import Fleet
-from toy import PAIRS, Trainer, same_everywhere, through_delays
+from tiers import full
+from toy import ANY_EXCHANGE, PAIRS, Trainer, same_everywhere, through_delays
 from wires import counted
 
+SOME = tuple(p for p in PAIRS if p.partition("@")[0] not in ANY_EXCHANGE or p.endswith("@scatter_gather"))
+"""Every codec, and every exchange."""
 
-def fifty_steps(world: World, pairs: list[str]) -> dict[str, tuple[bool, bool, float, float, float]]:
+
+def many_steps(world: World, pairs: list[str], steps: int) -> dict[str, tuple[bool, bool, float, float, float]]:
     report = {}
     for pair in pairs:
         with counted(world) as sent:
             trainer = Trainer(world, pair, style="register")
-            finite = trainer.train(50)
+            finite = trainer.train(steps)
             stats = trainer.comm.stats()
             trainer.close()
-        assert stats.steps == 50
+        assert stats.steps == steps
         assert stats.skipped == 0
         assert abs(sum(layer.wire_bytes for layer in stats.layers.values()) - stats.wire_bytes) <= len(stats.layers)
         report[pair] = (
@@ -33,18 +37,19 @@ def fifty_steps(world: World, pairs: list[str]) -> dict[str, tuple[bool, bool, f
     return report
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.slow
-def test_replicas_are_bitwise_equal_after_50_steps_and_bytes_at_the_process_group_equal_stats(fleet: Fleet, size: int):
-    reports = fleet.run(size, fifty_steps, list(PAIRS))
+@pytest.mark.parametrize(("size", "pairs", "steps"), [(2, SOME, 5), *full((2, PAIRS, 50), (3, PAIRS, 50))])
+def test_replicas_are_bitwise_equal_after_many_steps_and_bytes_at_the_process_group_equal_stats(
+    fleet: Fleet, size: int, pairs: tuple[str, ...], steps: int
+):
+    reports = fleet.run(size, many_steps, list(pairs), steps)
     values = 64 * 48 + 48 + 48 * 48 + 48 + 48 * 5 + 5
     for report in reports:
-        assert list(report) == list(PAIRS)
+        assert list(report) == list(pairs)
         for pair, (equal, finite, sent, said, dense) in report.items():
             assert equal, pair
             assert finite, pair
             assert said == pytest.approx(sent, abs=1), pair
-            assert dense == pytest.approx(50 * 2 * (size - 1) / size * 4 * values, abs=1), pair
+            assert dense == pytest.approx(steps * 2 * (size - 1) / size * 4 * values, abs=1), pair
 
 
 def dense_and_plain(world: World, cap: float) -> bool:
@@ -59,7 +64,6 @@ def dense_and_plain(world: World, cap: float) -> bool:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("cap", [0.005, 25])
-@pytest.mark.slow
 def test_attach_without_a_codec_is_plain_ddp_bit_for_bit(fleet: Fleet, size: int, cap: float):
     assert all(fleet.run(size, dense_and_plain, cap))
 
@@ -79,7 +83,6 @@ def big_layers(world: World) -> dict[str, float]:
     return ratios
 
 
-@pytest.mark.slow
 def test_one_bit_sends_at_least_25_times_less_on_big_layers_and_31_times_with_one_pair_of_means(fleet: Fleet):
     for ratios in fleet.run(2, big_layers):
         assert ratios["onebit"] >= 25
@@ -92,16 +95,14 @@ def delayed(world: World, rule: str | dict[str, str], repetitions: int) -> tuple
     return unchanged, equal
 
 
-@pytest.mark.slow
+ROUNDS = {"0.*": "onebit@scatter_gather", "2.*": "powersgd", "*": "topk:ratio=0.1@gather"}
+
+
 @pytest.mark.parametrize(
-    "rule",
-    [
-        {"0.*": "onebit@scatter_gather", "2.*": "powersgd", "*": "topk:ratio=0.1@gather"},
-        {"0.*": "factors", "2.*": "powersgd", "*": "factors"},
-        "none",
-    ],
+    ("rule", "steps"),
+    [(ROUNDS, 12), *full((ROUNDS, 200), ({"0.*": "factors", "2.*": "powersgd", "*": "factors"}, 200), ("none", 200))],
 )
-def test_random_delays_between_rounds_change_nothing_in_200_steps(fleet: Fleet, rule: str | dict[str, str]):
-    for unchanged, equal in fleet.run(4, delayed, rule, 200):
+def test_random_delays_between_rounds_change_nothing(fleet: Fleet, rule: str | dict[str, str], steps: int):
+    for unchanged, equal in fleet.run(4, delayed, rule, steps):
         assert unchanged
         assert equal

@@ -38,12 +38,14 @@ def run(site: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", _USE], env=env, cwd=site, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.full
 def test_is_installed_found_and_keeps_every_promise(site: Path) -> None:
     done = run(site)
     assert done.returncode == 0, done.stderr
     assert "kept every promise" in done.stdout
 
 
+@pytest.mark.full
 def test_its_own_tests_pass(site: Path, tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
     pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path / "source" / "tests")]
@@ -52,6 +54,7 @@ def test_its_own_tests_pass(site: Path, tmp_path: Path) -> None:
     assert "4 passed" in done.stdout
 
 
+@pytest.mark.full
 def test_a_broken_one_is_caught(site: Path) -> None:
     module = site / "commlib_clip8.py"
     sound = module.read_text()

@@ -117,7 +117,7 @@ def test_bad_arguments_are_refused(
     assert said in err
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_it_follows_a_run_until_ctrl_c_and_leaves_the_last_picture(run: Path, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-c", "from commlib.cli import main; main()", "top", str(tmp_path), "--every", "0.05"]

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -305,7 +304,6 @@ def step_by_step(machine: Machine, profile: Profile) -> Trace:
     return trace
 
 
-@pytest.mark.slow
 @settings(max_examples=5)
 @given(st.lists(PROFILES, min_size=5, max_size=10))
 def test_a_step_by_ddps_hook_takes_what_the_recursion_says(fleet: Fleet, profiles: list[Profile]) -> None:

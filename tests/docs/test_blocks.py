@@ -36,6 +36,7 @@ PROGRAMS = {name_of(p): text for p in PAGES if (text := program(p)).strip()}
 STORIES = {name_of(p): told for p in PAGES if (told := story(p))}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page", PROGRAMS)
 def test_python_blocks_run_in_order(page: str, tmp_path: Path):
     script = tmp_path / (Path(page).stem + ".py")
@@ -44,7 +45,7 @@ def test_python_blocks_run_in_order(page: str, tmp_path: Path):
     assert done.returncode == 0, f"line numbers are those of {page}\n{done.stdout}{done.stderr}"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("page", STORIES)
 def test_files_and_consoles_run_in_order(page: str, tmp_path: Path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")

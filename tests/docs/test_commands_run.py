@@ -22,6 +22,7 @@ def those(treated: str) -> list[str]:
 ALONE = {line for lines in TOLD.values() for line in lines} | ELSEWHERE.keys()
 
 
+@pytest.mark.full
 def test_those_that_are_quick_run_as_they_are_printed(run: Run):
     for line in those("run as printed"):
         run(line)
@@ -37,13 +38,13 @@ def cuts() -> dict[str, str]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("made", cuts())
 def test_those_that_are_long_run_with_less_to_do(made: str, run: Run):
     run(made)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("line", [line for line in those("run cut") if IN_A_LAB.fullmatch(line)])
 def test_every_rank_of_a_lab_runs(line: str, run: Run):
     out = run(line)
@@ -52,15 +53,15 @@ def test_every_rank_of_a_lab_runs(line: str, run: Run):
     assert sorted(re.findall(r"rank \d", out)) == [f"rank {r}" for r in range(ranks)]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("line", NEEDS)
 def test_what_needs_more_than_is_here_finds_its_tests(line: str, run: Run):
     (each,) = (each for each in recipe(line) if each.startswith("python -m pytest"))
     assert re.search(r"\d+ tests? collected|\d+ skipped", run(cut(each)))
 
 
+@pytest.mark.full
 @pytest.mark.gpu
-@pytest.mark.slow
 @pytest.mark.parametrize("line", those("needs a GPU"))
 def test_those_for_a_gpu(line: str, run: Run):
     assert torch.cuda.is_available()

@@ -24,7 +24,7 @@ from commlib.cli import commands, main
 from manual import ROOT, blocks
 from tests.docs.treated import TOLD, cut
 
-pytestmark = [pytest.mark.checkout, pytest.mark.slow]
+pytestmark = [pytest.mark.checkout, pytest.mark.full]
 
 Run = Callable[[str], str]
 DEADLINE = 200.0  # seconds; it takes a few

@@ -17,7 +17,7 @@ from commlib.cli import commands
 from manual import PAGES, ROOT
 from tests.docs.treated import recipe
 
-pytestmark = [pytest.mark.checkout, pytest.mark.slow]
+pytestmark = [pytest.mark.checkout, pytest.mark.full]
 
 DOCS = [p.relative_to(ROOT / "docs") for p in PAGES if p.is_relative_to(ROOT / "docs")]
 Read = Callable[[str], str]

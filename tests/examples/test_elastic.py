@@ -16,7 +16,7 @@ import torch
 from commlib.bench.launch import run_ranks
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "elastic.py"
-pytestmark = [pytest.mark.slow, pytest.mark.checkout]
+pytestmark = pytest.mark.checkout
 
 
 def script(*args: str) -> None:
@@ -36,6 +36,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+@pytest.mark.full
 def test_a_killed_worker_changes_nothing_and_other_ranks_may_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,6 +67,7 @@ def test_a_killed_worker_changes_nothing_and_other_ranks_may_go_on(
     assert list(alone["comm"]["ranks"]) == ["0"]
 
 
+@pytest.mark.full
 def test_attempts_that_would_share_a_store_are_told_before_they_begin(tmp_path: Path) -> None:
     env = {**os.environ, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
     done = subprocess.run([sys.executable, SCRIPT, tmp_path], env=env, capture_output=True, text=True, timeout=120)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-pytestmark = [pytest.mark.slow, pytest.mark.checkout]
+pytestmark = pytest.mark.checkout
 
 
 def torchrun(script: str, *args: str) -> str:
@@ -24,6 +24,7 @@ def torchrun(script: str, *args: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("script", "more"), [("lightning_digits.py", "6"), ("accelerate_digits.py", "1")])
 def test_it_trains_and_resumes(script: str, more: str, tmp_path: Path) -> None:
     first = torchrun(script, "--epochs", "5", "--folder", str(tmp_path))

@@ -14,7 +14,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "examples" / "spark_train.py"
 MISSING = [name for name in ("pyspark", "pandas", "pyarrow", "sklearn") if importlib.util.find_spec(name) is None]
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.checkout,
     pytest.mark.timeout(900),  # two jobs of Spark, each with processes in processes
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (make spark installs them)"),

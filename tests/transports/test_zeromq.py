@@ -271,6 +271,7 @@ def test_after_a_cut_of_an_idle_wire_all_goes_on_and_of_a_busy_one_nothing_is_lo
         assert came == list(range(4, 4 + len(came)))
 
 
+@pytest.mark.full
 def test_a_peer_that_died_is_named_long_before_the_deadline() -> None:
     script = (
         "import sys, commlib\n"

@@ -62,7 +62,6 @@ def at_interface(visit: Visit) -> list[str]:
 
 
 @pytest.mark.alone
-@pytest.mark.slow
 def test_the_interface_counts_what_the_exchange_says_for_every_exchange_and_codec(no_lab: str | None) -> None:
     if no_lab is not None:
         pytest.skip(no_lab)
@@ -88,7 +87,6 @@ def test_the_interface_counts_what_the_exchange_says_for_every_exchange_and_code
 
 
 @pytest.mark.alone
-@pytest.mark.slow
 def test_two_ranks_on_a_host_send_each_other_nothing_over_its_interface(no_lab: str | None) -> None:
     if no_lab is not None:
         pytest.skip(no_lab)

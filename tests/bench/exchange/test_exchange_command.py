@@ -51,7 +51,6 @@ def run(*args: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-@pytest.mark.slow
 def test_figures_of_two_ranks_as_json_and_kept(own: Path) -> None:
     command = ["--model", "exchange_own:layers", "--codec", "onebit", "--codec", "powersgd:rank=4", "--rounds", "2"]
     out, err = run(*command, "--exchange", "gather", "--exchange", "low_rank", "--json", "--save", str(own / "kept"))
@@ -79,7 +78,6 @@ def test_figures_of_two_ranks_as_json_and_kept(own: Path) -> None:
     assert [list(r) for r in record.rows] == [COLUMNS] * 4
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("own")
 @pytest.mark.parametrize("backend", ["gloo", "zmq"])
 def test_time_that_is_over_is_said_and_the_baseline_is_measured_nevertheless(backend: str) -> None:
@@ -93,7 +91,6 @@ def test_time_that_is_over_is_said_and_the_baseline_is_measured_nevertheless(bac
     assert f"2 ranks, {backend}, line" in out
 
 
-@pytest.mark.slow
 def test_a_pair_that_cannot_be_attached_is_left_out_and_the_rest_goes_on() -> None:
     pairs = [BASELINE, Pair("onebit", "low_rank"), Pair("onebit", "gather")]
     with place(2, None, None) as where:
@@ -105,7 +102,7 @@ def test_a_pair_that_cannot_be_attached_is_left_out_and_the_rest_goes_on() -> No
     assert [v.pair for v in outcome.visits] == [pairs[0], pairs[2]] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_host_that_dies_ends_it_but_not_the_figures_until_then(no_lab: str | None) -> None:
     if no_lab is not None:
         pytest.skip(no_lab)
@@ -126,13 +123,12 @@ def test_a_host_that_dies_ends_it_but_not_the_figures_until_then(no_lab: str | N
     assert "was measured: rank 1" in str(error)
 
 
-@pytest.mark.slow
 def test_an_error_before_the_first_figure_is_the_rank_s_own() -> None:
     with place(2, None, None) as where, pytest.raises(RankFailed, match="two parameters are called 'a'"):
         measure(where, Job(Setting([("a", (2,)), ("a", (2,))]), [BASELINE], 1, 10.0, "gloo"))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.usefixtures("own")
 def test_under_torchrun_rank_0_prints() -> None:
     script = Path("go.py")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-import pytest
-
 from commlib.bench.child import tell
 from commlib.bench.exchange.gate import Arrived, Gate, stand_still
 from commlib.bench.launch import run_ranks
@@ -19,7 +17,6 @@ def three_times(gate: str) -> None:
         tell(i)
 
 
-@pytest.mark.slow
 def test_nobody_goes_on_before_all_have_come_and_the_reading_is_taken() -> None:
     went_on: list[int] = []
     arrived = 0

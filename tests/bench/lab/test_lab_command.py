@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
 COMMLIB = [sys.executable, "-m", "commlib", "bench", "lab"]
 
 ALL_REDUCE = """
@@ -41,6 +40,7 @@ def sh(script: str) -> list[str]:
     return ["--", "sh", "-c", script]
 
 
+@pytest.mark.full
 def test_ranks_meet_over_the_switch_as_under_torchrun() -> None:
     done = lab(
         "--hosts", "2", "--ranks-per-host", "2", "--rate", "200mbit", "--json", "--", sys.executable, "-c", ALL_REDUCE
@@ -55,6 +55,7 @@ def test_ranks_meet_over_the_switch_as_under_torchrun() -> None:
     assert all(c["packets_dropped"] == 0 for c in counters)
 
 
+@pytest.mark.full
 def test_torchrun_runs_on_the_hosts(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(ALL_REDUCE)
@@ -64,6 +65,7 @@ def test_torchrun_runs_on_the_hosts(tmp_path: Path) -> None:
     assert sorted(done.stdout.split("\n")) == sorted([*(f"rank {r} of 4, local {r % 2}: 10.0" for r in range(4)), ""])
 
 
+@pytest.mark.full
 def test_the_first_failing_rank_is_named_and_its_status_is_ours() -> None:
     done = lab("--hosts", "3", *sh("test $RANK -ne 1 || exit 7; sleep 60"))
     assert done.returncode == 7
@@ -71,12 +73,14 @@ def test_the_first_failing_rank_is_named_and_its_status_is_ours() -> None:
     assert "lab: rank 0, 2 was ended because of that" in done.stderr
 
 
+@pytest.mark.full
 def test_a_host_that_dies_is_named() -> None:
     done = lab("--hosts", "2", "--at", "0.1:kill=1", *sh("sleep 60"))
     assert done.returncode == 128 + signal.SIGKILL
     assert "lab: rank 1 on h1 was killed by SIGKILL" in done.stderr
 
 
+@pytest.mark.full
 def test_the_schedule_is_followed_and_told() -> None:
     done = lab("--hosts", "2", "--rate", "1gbit", "--at", "0.2:cut=1", "--at", "0.1:1=50mbit", *sh("sleep 0.6"))
     assert done.returncode == 0
@@ -101,6 +105,7 @@ def test_a_slip_is_explained_in_one_line(call: Callable[..., tuple[int, str, str
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupt_reaches_the_ranks_and_ends_all(signum: int, code: int, tmp_path: Path) -> None:
     farewell = tmp_path / "farewell"
@@ -118,6 +123,7 @@ def test_an_interrupt_reaches_the_ranks_and_ends_all(signum: int, code: int, tmp
         assert sorted(p.name for p in tmp_path.iterdir()) == ["farewell-0", "farewell-1"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "user", [["unshare", "--user", "--map-user=1000", "--map-group=1000"], ["unshare", "--user"]], ids=["1000", "none"]
 )

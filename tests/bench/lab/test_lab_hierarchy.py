@@ -11,7 +11,7 @@ import pytest
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "two_levels.py"
 LAYERS = 2
-pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.checkout]
+pytestmark = [pytest.mark.alone, pytest.mark.checkout]
 
 
 def test_two_levels_send_two_thirds_of_a_flat_rings_bytes_between_2x2_ranks_and_are_faster(no_lab: str | None) -> None:

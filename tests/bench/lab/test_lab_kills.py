@@ -63,7 +63,7 @@ def relatives(mark: str) -> list[int]:
     return sorted(int(p) for p in left(mark)["processes"])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_fifty_starts_and_random_kills_leave_nothing(no_lab: str | None) -> None:
     if no_lab is not None:
         pytest.skip(no_lab)
@@ -106,6 +106,7 @@ class _SlowLab(Lab):
         return ["sh", "-c", 'sleep 0.5; exec "$@"', "sh", *super().prefix(rank)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("told", [KeyboardInterrupt, Terminated])
 def test_a_rank_on_its_way_into_its_host_ends_with_the_others(no_lab: str | None, told: type[BaseException]) -> None:
     if no_lab is not None:

@@ -38,7 +38,6 @@ def record(found: list[Point], ranks: int = 4) -> Record:
     return Record("link", run, table.rows(measured, ranks))
 
 
-@pytest.mark.slow
 def test_two_ranks_json_and_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     link(quick=True, largest="256kB", as_json=True, save=tmp_path)
     out, _ = capsys.readouterr()
@@ -61,7 +60,6 @@ def test_two_ranks_json_and_saved(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert saved.rows == [{k: v for k, v in row.items() if k in COLUMNS} for row in rows]
 
 
-@pytest.mark.slow
 def test_a_table_and_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     link(op=["send_recv"], largest="64kB", seconds=3, plot=tmp_path / "link.svg")
@@ -75,7 +73,6 @@ def test_a_table_and_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 
 
 @pytest.mark.alone
-@pytest.mark.slow
 def test_a_lab(lab: object, capsys: pytest.CaptureFixture[str]) -> None:
     link(hosts=4, rate="200mbit", op=["all_reduce"], smallest="64kB", largest="1MB", seconds=6, as_json=True)
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -57,7 +57,6 @@ def with_little_time(world: World) -> Measured:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.slow
 def test_what_moves_is_right(fleet: Fleet, ranks: int) -> None:
     for found in fleet.run(ranks, check_all):
         assert found == [None] * (3 * len(OPS))

@@ -37,7 +37,6 @@ def in_lab(seconds: float) -> list[Stream | None]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.slow
 def test_every_rank_has_the_same_line(fleet: Fleet, ranks: int) -> None:
     first, *others = fleet.run(ranks, measure_twice)
     assert others == [first] * (ranks - 1)
@@ -57,7 +56,6 @@ def test_a_peer_that_cannot_listen_is_named_on_every_rank(fleet: Fleet) -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.slow
 def test_the_line_of_a_lab_is_its_rate(lab: object) -> None:
     made: Lab = lab(2, 200e6, ranks_per_host=2)  # type: ignore[operator]
     port = made.start()

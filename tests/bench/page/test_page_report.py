@@ -248,6 +248,7 @@ def test_the_page_stands_in_the_folder_by_default(tmp_path: Path, capsys: pytest
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "report.html"]
 
 
+@pytest.mark.full
 def test_what_cannot_be_reported_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nowhere: no saved figures there; .*--save"):
         report(tmp_path / "nowhere")
@@ -282,7 +283,7 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
     assert path.read_text() == "old"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_without_matplotlib_the_package_is_named() -> None:
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"

@@ -42,7 +42,6 @@ def train(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
         (["--rate", "200mbit"], "--hosts"),
     ],
 )
-@pytest.mark.slow
 def test_a_mistake_gets_one_line(call: Callable[..., tuple[int, str, str]], args: list[str], said: str) -> None:
     code, out, err = call("bench", "train", *args)
     assert (code, out) == (2, "")
@@ -51,7 +50,7 @@ def test_a_mistake_gets_one_line(call: Callable[..., tuple[int, str, str]], args
     assert len(err.splitlines()) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_quick_prints_a_table_and_what_it_means(tmp_path: Path) -> None:
     done = train("--quick", "--save", str(tmp_path), COLUMNS="100")
     assert done.returncode == 0, done.stderr
@@ -64,7 +63,6 @@ def test_quick_prints_a_table_and_what_it_means(tmp_path: Path) -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.slow
 def test_on_slow_hosts_compression_wins_and_json_says_so(lab: Callable[..., Any]) -> None:
     lab(2)  # skips where there can be none
     args = ["--quick", "--hosts", "2", "--rate", "20mbit", "--only", "int8", "--only", "onebit", "--rounds", "2"]
@@ -83,7 +81,7 @@ def test_on_slow_hosts_compression_wins_and_json_says_so(lab: Callable[..., Any]
     assert "onebit" in done.stderr  # the sentences, away from the JSON
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_hook_of_pytorch_that_deadlocks_over_gloo_stops_nobody() -> None:
     args = ["--model", "gpt-small", "--ranks", "4", "--bucket-cap-mb", "0.3", "--rounds", "1", "--steps", "2"]
     done = train(*args, "--only", "torch-powersgd", "--only", "torch-bf16", "--only", "onebit", "--json")
@@ -97,7 +95,7 @@ def test_a_hook_of_pytorch_that_deadlocks_over_gloo_stops_nobody() -> None:
     assert lost["steps"] == 2 or lost["status"] != "ok"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_under_torchrun_rank_0_prints() -> None:
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", *TRAIN[2:]]
     args = ["--quick", "--only", "onebit", "--steps", "1", "--json"]
@@ -107,7 +105,7 @@ def test_under_torchrun_rank_0_prints() -> None:
     assert [r["route"] for r in lines] == ["ddp", "onebit"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_when_told_to_stop_it_leaves_nobody(signum: int, code: int) -> None:
     process = subprocess.Popen([*TRAIN, "--model", "gpt-small", "--rounds", "15"], stderr=subprocess.PIPE, text=True)
@@ -142,7 +140,7 @@ def _alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_help_names_every_default_route() -> None:
     shown = train("--help", COLUMNS="160", TERM="dumb")
     assert shown.returncode == 0

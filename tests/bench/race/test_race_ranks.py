@@ -103,7 +103,7 @@ def run(
     return {str(r["route"]): r for r in rows(done, job.contenders, model="gpt-small", parameters=1)}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("backward_s", [None, 0.05])
 def test_right_and_wrong_routes_are_told_apart(backward_s: float | None) -> None:
     exact = [bad("add", True), bad("keep", True)]
@@ -132,7 +132,6 @@ def test_right_and_wrong_routes_are_told_apart(backward_s: float | None) -> None
         assert seen["ddp"]["loss"] is None
 
 
-@pytest.mark.slow
 def test_a_limit_holds_up_commlibs_contender_and_a_hierarchy_on_one_node_is_flat_and_says_so() -> None:
     seen = run(dataclasses.replace(NONE, limit="100mbit", hierarchy=True), backward_s=0.0, limit_s=60.0)
     row, values = seen["none"], 664_704
@@ -141,7 +140,7 @@ def test_a_limit_holds_up_commlibs_contender_and_a_hierarchy_on_one_node_is_flat
     assert (seen["ddp"]["limit"], seen["ddp"]["levels"]) == (None, None)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_who_hangs_or_dies_is_named_and_the_run_goes_on() -> None:
     # New ranks start after each, and on busy cores take their time: 25 s were too few for them once.
     seen = run(bad("die"), bad("hang-one"), bad("hang-all"), ONEBIT, limit_s=50.0)
@@ -153,21 +152,18 @@ def test_who_hangs_or_dies_is_named_and_the_run_goes_on() -> None:
     assert seen["die"]["steps"] == 0
 
 
-@pytest.mark.slow
 def test_without_the_baseline_there_is_nothing_to_compare() -> None:
     job = Job("gpt-small", [bad("die"), ONEBIT], 1, 4, None, "gloo", None)
     with pytest.raises(BaselineFailed, match="killed by SIGKILL"):
         race(Here(2), job, Schedule(["die", "onebit"], 1, 1, 10.0, 60.0, 20.0), lambda visit, s: None)
 
 
-@pytest.mark.slow
 def test_ranks_that_cannot_even_start_are_an_error() -> None:
     job = Job("gpt-small", [DDP], 1, 4, None, "no-such-backend", None)
     with pytest.raises(RankFailed, match="failed"):
         race(Here(2), job, Schedule(["ddp"], 1, 1, 10.0, 60.0, 20.0), lambda visit, s: None)
 
 
-@pytest.mark.slow
 def test_the_watchdog_says_who_hangs_where_no_parent_does() -> None:
     script = (
         "import threading\nfrom commlib.bench.race.watchdog import watched\n"

@@ -168,7 +168,6 @@ def test_options_of_ddp_alone_are_refused(given: dict[str, Any], said: str) -> N
         (["--ranks", "1"], "it takes --ranks 2"),
     ],
 )
-@pytest.mark.slow
 def test_the_command_refuses_in_one_line(call: Callable[..., tuple[int, str, str]], args: list[str], said: str) -> None:
     code, out, err = call("bench", "train", "--fsdp2", *args)
     assert (code, out) == (2, "")
@@ -190,7 +189,6 @@ def looked(world: World) -> list[bool]:
     return [every, moved > len(before) / 2, (found.last or 0.0) < (found.first or 0.0)]
 
 
-@pytest.mark.slow
 def test_a_look_at_the_loss_leaves_the_root_sharded(fleet: Fleet) -> None:
     assert fleet.run(2, looked) == [[True] * 3] * 2  # else the next step would have less to gather
 
@@ -204,7 +202,6 @@ def simulated(world: World) -> str:
     return "no error"
 
 
-@pytest.mark.slow
 def test_a_simulated_model_cannot_be_sharded(fleet: Fleet) -> None:
     (said,) = fleet.run(1, simulated)
     assert "use --compute real" in said

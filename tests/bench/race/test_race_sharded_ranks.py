@@ -25,8 +25,6 @@ from commlib.bench.race.visit import Job
 from commlib.bench.record import read
 from commlib.bench.report import Row
 
-pytestmark = pytest.mark.slow
-
 FSDP2 = Sharded("fsdp2", "pytorch", True)
 VALUES = 664_704
 INT8 = 4 / (1 + 4 / 256)  # times fewer bytes: a byte a value, and a scale for each 256
@@ -65,6 +63,7 @@ def run(*contenders: Contender) -> dict[str, Row]:
     return {str(r["route"]): r for r in rows(result[0], contenders, model="gpt-small", parameters=VALUES)}
 
 
+@pytest.mark.full
 def test_losses_agree_and_each_codec_sends_fewer_bytes(
     tmp_path: Path, call: Callable[..., tuple[int, str, str]]
 ) -> None:
@@ -105,6 +104,7 @@ def test_losses_agree_and_each_codec_sends_fewer_bytes(
     assert {r["vs_fsdp2"] for r in compared} == {1.0}
 
 
+@pytest.mark.full
 def test_a_wrong_mean_is_found_and_an_old_torch_is_named() -> None:
     seen = run(FSDP2, Sum("sum", "pytorch", True), Sharded("onebit", "commlib", False), Old("int8", "commlib", False))
     assert {n: r["loss_ok"] for n, r in seen.items()} == {"fsdp2": True, "sum": False, "onebit": True, "int8": None}

@@ -66,7 +66,7 @@ def test_the_network_has_the_bytes_and_takes_the_seconds_that_it_should() -> Non
     assert all(p.grad is not None and bool((p.grad == 1).all()) for p in model.parameters())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_ranks_have_figures(call: Call) -> None:
     args = ["--mb", "1", "--layers", "3", "--forward", "0.01", "--backward", "0.02", "--steps", "2", "--rounds", "1"]
     code, out, err = call("bench", "server", "--ranks", "2", *args, "--json")

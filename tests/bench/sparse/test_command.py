@@ -82,7 +82,6 @@ def test_a_bad_line_of_a_file_is_named_before_anything_starts(call: Call, tmp_pa
     assert err == f"error: {bad} line 2: index 1 comes after 2: indices must ascend, each once\n"
 
 
-@pytest.mark.slow
 def test_a_file_is_solved_without_filters_and_with_them_and_both_are_shown(call: Call, file: Path) -> None:
     args = ("--data", str(file), "--ranks", "2", "--servers-count", "1", "--l1", "0.5", "--passes", "200")
     code, out, err = call(*TASK, *args, "--json")
@@ -101,7 +100,6 @@ def test_a_file_is_solved_without_filters_and_with_them_and_both_are_shown(call:
     assert made["compared"]["ratio"] == pytest.approx(plain["bytes"] / filtered["bytes"])
 
 
-@pytest.mark.slow
 def test_processes_over_tcp_do_what_threads_do_bit_for_bit(file: Path) -> None:
     rows = examples(file)
     plan = Plan(
@@ -131,7 +129,6 @@ def dies(job: Job) -> object:
     return ranks.main(job)
 
 
-@pytest.mark.slow
 def test_a_worker_that_is_killed_ends_the_run_and_is_named() -> None:
     source = Generated(examples=2000, features=3000, seed=1)
     plan = Plan(features=3000, examples=2000, l1=0.05, passes=100_000, tolerance=1e-300)
@@ -139,7 +136,7 @@ def test_a_worker_that_is_killed_ends_the_run_and_is_named() -> None:
         run_ranks(dies, plan.ranks, (Job(source, (plan,)),), timeout=60.0)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_generated_problem_takes_ten_times_fewer_bytes_with_filters_at_equal_objective() -> None:
     source = Generated(examples=3000, features=20_000)
     plain = Plan(features=20_000, examples=3000)
@@ -151,7 +148,6 @@ def test_a_generated_problem_takes_ten_times_fewer_bytes_with_filters_at_equal_o
     assert made["compared"]["ratio_to_equal_objective"] > 10
 
 
-@pytest.mark.slow
 def test_into_a_pipe_the_table_is_whole_and_one_run_is_enough_where_nothing_is_to_be_compared(
     call: Call, file: Path
 ) -> None:

@@ -47,7 +47,6 @@ def optimum(rows: Rows) -> float:
     return objective(rows, torch.from_numpy(model.coef_[0]), 1.5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"kkt": True}, {"kkt": True, "filters": FILTERS}, {"filters": FILTERS}])
 def test_it_comes_to_scikit_learns_optimum(rows: Rows, optimum: float, options: dict[str, object]) -> None:
     found = in_threads(plan(rows, tolerance=1e-7, passes=400, **options), rows)
@@ -57,7 +56,6 @@ def test_it_comes_to_scikit_learns_optimum(rows: Rows, optimum: float, options: 
     assert found.passes[-1].nonzero == int(found.weights.count_nonzero())
 
 
-@pytest.mark.slow
 def test_no_pass_makes_the_objective_worse(rows: Rows) -> None:
     course = [p.objective for p in in_threads(plan(rows, tolerance=1e-7), rows).passes]
     assert len(course) > 5
@@ -74,7 +72,6 @@ def test_how_many_servers_and_workers_there_are_changes_nothing_but_rounding(
     assert torch.allclose(one.weights, other.weights, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits_whoever_comes_first(rows: Rows) -> None:
     runs = [in_threads(plan(rows, kkt=True, filters=FILTERS, passes=9), rows) for _ in range(2)]
     assert torch.equal(runs[0].weights, runs[1].weights)
@@ -82,7 +79,6 @@ def test_the_same_seed_gives_the_same_bits_whoever_comes_first(rows: Rows) -> No
     assert not torch.equal(runs[0].weights, other.weights)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("delay", [1, 50])
 def test_with_a_delay_it_comes_to_the_same_optimum(rows: Rows, optimum: float, delay: int) -> None:
     found = in_threads(plan(rows, delay=delay, tolerance=1e-5, passes=300, kkt=True, filters=FILTERS), rows)
@@ -113,7 +109,6 @@ def test_without_filters_a_key_costs_16_bytes_to_a_server_and_12_back(rows: Rows
         assert 0 <= each[2] - each[1] - nbytes * keys <= 120 * (messages + 4)
 
 
-@pytest.mark.slow
 def test_each_filter_makes_less_of_it_and_a_course_says_when_an_objective_was_reached(rows: Rows) -> None:
     plain = in_threads(plan(rows), rows)
     kkt = in_threads(plan(rows, kkt=True), rows)

@@ -21,8 +21,6 @@ from commlib.exchange.item import World
 from fleet import Fleet
 from toy import batch, same_everywhere, torchrun
 
-pytestmark = pytest.mark.slow  # it compiles
-
 CODECS = ("onebit@gather", "onebit@scatter_gather", "powersgd:rank=2")
 RULES = ("none", *CODECS, *BY_ROWS, "auto")
 FORMS = ("compile(ddp)", "DDP(compile(model))", "model.compile() before DDP", "model.compile() after attach")
@@ -157,6 +155,7 @@ def check(found: dict[str, dict[str, Any]], form: str) -> None:
             assert run["more breaks"] <= seen + bool(seen), rule
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", FORMS)
 def test_a_compiled_model_has_the_gradients_and_residuals_of_the_eager_one(fleet: Fleet, form: str) -> None:
     for found in fleet.run(2, compared, form, SPLIT, RULES, "eager"):
@@ -176,6 +175,7 @@ def under_a_hierarchy(world: World) -> bool:
     return torch.equal(runs[0].grads, runs[1].grads) and same(*states) and same_everywhere(world, runs[1].grads)
 
 
+@pytest.mark.full
 def test_so_has_one_under_a_hierarchy(fleet: Fleet) -> None:
     assert fleet.run(4, under_a_hierarchy) == [True] * 4
 
@@ -304,6 +304,7 @@ def inductor(world: World) -> tuple[float, bool]:
     return off, same_everywhere(world, run.grads)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler: CXX, g++"
 )

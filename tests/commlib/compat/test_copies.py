@@ -17,6 +17,7 @@ import commlib
 from commlib.beside import Nobody
 from commlib.exchange.item import World
 from fleet import Fleet
+from tiers import full
 from toy import batch, model, same_everywhere
 
 RULES = ("none", "onebit", "factors", "auto")
@@ -107,8 +108,8 @@ def averaged(world: World, rule: str | None, of: str, form: str) -> tuple[bool, 
     return same_everywhere(world, found), not torch.equal(found, weights(ddp)), found
 
 
-@pytest.mark.parametrize("form", ["EMA", "SWA"])
-@pytest.mark.parametrize("of", ["ddp", "module"])
+@pytest.mark.parametrize("form", ["EMA", *full("SWA")])
+@pytest.mark.parametrize("of", ["ddp", *full("module")])
 def test_averages_of_weights_are_equal_on_all_ranks(fleet: Fleet, of: str, form: str) -> None:
     (_, _, plain), _ = fleet.run(2, averaged, None, of, form)
     for rule in RULES:

@@ -87,7 +87,6 @@ def bad_steps(world: World, exchange: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["gather", "scatter_gather"])
 def test_one_value_that_is_not_finite_is_seen_by_the_scales(fleet: Fleet, exchange: str) -> None:
     assert fleet.run(2, bad_steps, exchange) == [[], []]

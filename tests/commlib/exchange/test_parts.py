@@ -220,7 +220,6 @@ def real(world: World, rule: Any, steps: int) -> tuple[bool, bool, bool]:
     return torch.equal(cut, whole), residuals and bool(wanted), same_everywhere(world, cut)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_training_in_parts_ends_with_the_same_bits(fleet: Fleet, size: int) -> None:
     assert fleet.run(size, real, RULE, 20) == [(True, True, True)] * size
@@ -235,7 +234,6 @@ def poisoned(world: World) -> tuple[list[bool], bool]:
     return finite, bool(trainer.weights().isfinite().all()) and same_everywhere(world, trainer.weights())
 
 
-@pytest.mark.slow
 def test_a_value_that_is_not_finite_in_the_first_part_takes_all_of_the_step_back(fleet: Fleet) -> None:
     expected = [step != 3 for step in range(8)]
     assert fleet.run(2, poisoned) == [(expected, True)] * 2
@@ -248,6 +246,5 @@ def delayed(world: World, repetitions: int) -> tuple[bool, bool]:
     return unchanged, equal
 
 
-@pytest.mark.slow
 def test_parts_that_are_late_at_random_end_with_the_same_bits(fleet: Fleet) -> None:
     assert fleet.run(2, delayed, 200) == [(True, True)] * 2

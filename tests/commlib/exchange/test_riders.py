@@ -192,7 +192,6 @@ def real(world: World, rule: Any, steps: int) -> tuple[bool, bool, bool]:
     return rode, counted and biases, same_everywhere(world, trainer.weights())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("rule", ["gather", "scatter_gather", "low_rank"])
 def test_biases_of_a_model_ride(fleet: Fleet, rule: str, size: int) -> None:
@@ -213,7 +212,6 @@ def both_ways(world: World, rule: Any) -> bool:
     return torch.equal(found, wanted)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_between_two_ranks_a_model_gets_the_same_bits_as_without_riders(fleet: Fleet, rule: str) -> None:
     assert fleet.run(2, both_ways, RULES[rule]) == [True] * 2
@@ -226,7 +224,6 @@ def poisoned(world: World, rule: Any) -> tuple[list[bool], bool]:
     return finite, bool(trainer.weights().isfinite().all()) and same_everywhere(world, trainer.weights())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["gather", "scatter_gather", "low_rank"])
 def test_a_rider_that_is_not_finite_takes_the_step_back(fleet: Fleet, rule: str) -> None:
     assert fleet.run(2, poisoned, RULES[rule]) == [([step != 3 for step in range(8)], True)] * 2
@@ -237,6 +234,6 @@ def delayed(world: World, repetitions: int) -> tuple[bool, bool]:
     return unchanged, equal
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_riders_that_are_late_at_random_end_with_the_same_bits(fleet: Fleet) -> None:
     assert fleet.run(2, delayed, 200) == [(True, True)] * 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -34,7 +33,6 @@ def products(world: World) -> list[Tensor]:
     return found
 
 
-@pytest.mark.slow
 def test_a_lane_multiplies_with_as_many_threads_as_any_other_so_that_bits_do_not_depend_on_when(fleet: Fleet) -> None:
     for mine, lanes in fleet.run(2, products):
         assert torch.equal(mine, lanes)
@@ -53,7 +51,6 @@ def waited(world: World, late: float) -> tuple[float, int, float]:
     return float(value), len(looks), sequencer.tracks.wire_bytes
 
 
-@pytest.mark.slow
 def test_whoever_waits_here_looks_around_meanwhile_and_gets_the_sum(fleet: Fleet) -> None:
     (value, _, sent), (same, looks, _) = fleet.run(2, waited, 1.0)
     assert value == same == 2.0
@@ -88,6 +85,5 @@ def _error(future: torch.futures.Future[Tensor]) -> BaseException | None:
     return None
 
 
-@pytest.mark.slow
 def test_what_looking_around_has_found_is_the_error_of_that_bucket_and_of_all_later_ones(fleet: Fleet) -> None:
     assert fleet.run(3, gives_up) == [(True, True)] * 3

@@ -21,7 +21,6 @@ from commlib.exchange.item import World
 from fleet import Fleet
 from toy import Trainer, same_everywhere
 
-pytestmark = pytest.mark.slow  # the wheel job has others of the kind
 WIDTH = 64  # of layers that rows pay for on three ranks, by owners too
 BOUND = 2e-6  # of the largest value: P·K products of float32 added in another order
 
@@ -402,7 +401,6 @@ def compiled(world: World, outer: bool) -> tuple[float, bool, set[str]]:
     return float((ours - ddps).abs().max() / ddps.abs().max()), same_everywhere(world, ours), exchanges
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("outer", [False, True])
 def test_under_torch_compile(fleet: Fleet, outer: bool) -> None:
     for off, same, exchanges in fleet.run(2, compiled, outer):

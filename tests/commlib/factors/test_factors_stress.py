@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -138,7 +137,6 @@ def wrong_models(world: World, first: int, count: int) -> Iterator[str]:
             yield f"model {seed}: {off:.2e} from DDP's gradient"
 
 
-@pytest.mark.slow
 def test_two_hundred_random_models_with_random_delays(fleet: Fleet) -> None:
     each = MODELS // JOBS
     for job in range(JOBS):

@@ -21,8 +21,6 @@ from fleet import Fleet
 from shards import ShardedTrainer
 from toy import Trainer
 
-pytestmark = pytest.mark.slow
-
 
 def store(trainer: ShardedTrainer, folder: str) -> None:
     state = {

@@ -15,8 +15,6 @@ from commlib.exchange.item import World
 from fleet import Fleet
 from shards import Network, ShardedTrainer, batch
 
-pytestmark = pytest.mark.slow
-
 
 def entries(folder: str | Path, rank: int) -> list[dict[str, Any]]:
     name = "run.jsonl" if rank == 0 else f"run.rank{rank}.jsonl"

@@ -29,8 +29,6 @@ from shards import Network, ShardedTrainer, batch
 from toy import same_everywhere
 from wires import counted
 
-pytestmark = pytest.mark.slow
-
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 ALL_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)  # gradients are reduced in bf16, too
 CODECS = ("onebit", "int8", "int4", "sign", "topk:ratio=0.1", "fp16", "qsgd", "dgc:ratio=0.1")

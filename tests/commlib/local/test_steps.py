@@ -15,8 +15,6 @@ from commlib.local.rules import RULES
 from commlib.local.steps import LocalSteps
 from fleet import Fleet, RankFailed
 
-pytestmark = pytest.mark.slow
-
 
 def network(seed: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(seed)

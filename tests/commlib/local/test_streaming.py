@@ -15,8 +15,6 @@ from commlib.exchange.item import World
 from commlib.local.steps import LocalSteps
 from fleet import Fleet
 
-pytestmark = pytest.mark.slow
-
 TAU, DELAY, MIX, RATE, STEPS = 6, 2, 0.25, 0.1, 20
 
 

@@ -111,7 +111,6 @@ def test_a_rank_that_leaves_between_reviews_is_missed_at_the_next() -> None:
     assert str(lost) == "review 1: no figures of rank(s) 1 within 0.2 s"
 
 
-@pytest.mark.slow
 def test_without_rank_0_the_others_say_what_they_wait_for() -> None:
     group = Group()
     lost = on_ranks([1, 2], lambda rank: Board(group, "model", World(rank, 3), 0.2).review({}, never))

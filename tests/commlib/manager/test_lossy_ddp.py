@@ -16,9 +16,9 @@ from commlib.manager import manager
 from commlib.manager.decision import Decision
 from commlib.manager.sheet import Figures
 from fleet import Fleet
+from tiers import full
 from toy import same_everywhere
 
-pytestmark = pytest.mark.slow  # the wheel job has others of the kind
 CODECS = ("onebit@gather", "onebit@scatter_gather", "int8:ef=on@scatter_gather", "topk:ratio=0.1", "powersgd:rank=1")
 ROWS = "int8:ef=off@factors"
 
@@ -104,8 +104,8 @@ def restless(world: World, spoil: int) -> tuple[bool, float, list[str]]:
     return same, float((weights(ours) - weights(ddp)).abs().max() / weights(ddp).abs().max()), sorted(seen)
 
 
-@pytest.mark.parametrize("spoil", [-1, 5, 9, 17])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("spoil", [9, *full(-1, 5, 17)])
+@pytest.mark.parametrize("size", [3, *full(2)])
 def test_whatever_routes_layers_had_in_the_end_all_gradient_has_arrived(fleet: Fleet, size: int, spoil: int) -> None:
     for same, off, seen in fleet.run(size, restless, spoil):
         assert same
@@ -171,6 +171,7 @@ def settles(world: World, rules: Any) -> tuple[bool, bool, str]:
     return same_everywhere(world, weights(ddp)), settled, str(comm.plan)
 
 
+@pytest.mark.full  # it settles by real measurements: beside other tests that may take longer than the steps there are
 @pytest.mark.parametrize("rules", ["lossy:onebit+fp16+powersgd:rank=2", commlib.Lossy("fp16"), "lossy:bf16@factors"])
 def test_it_measures_tries_and_settles(fleet: Fleet, rules: Any) -> None:
     for same, settled, plan in fleet.run(3, settles, rules):

@@ -20,7 +20,6 @@ from commlib.manager.sheet import Figures
 from fleet import Fleet
 from toy import same_everywhere
 
-pytestmark = pytest.mark.slow  # the wheel job has others of the kind
 BOUND = 2e-6
 
 

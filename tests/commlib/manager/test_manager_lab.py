@@ -20,7 +20,7 @@ from commlib.bench.child import tell
 from commlib.bench.lab import Lab
 from commlib.bench.launch import run_ranks
 
-pytestmark = [pytest.mark.alone, pytest.mark.slow]
+pytestmark = pytest.mark.alone
 
 Step = dict[str, Any]
 _LATER, _MOST = 12, 70  # steps after the change was noticed; of a stretch, in which nothing was

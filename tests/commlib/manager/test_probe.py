@@ -105,6 +105,7 @@ def two_levels(world: World, limit: RateLimit | None) -> Link:
     return link
 
 
+@pytest.mark.full
 def test_under_a_hierarchy_the_dense_line_is_that_of_two_levels_of_which_a_limit_holds_up_what_leaves_a_node(
     fleet: Fleet,
 ) -> None:

@@ -14,8 +14,6 @@ from commlib.pipeline.carrier import Carrier
 from commlib.pipeline.order import place
 from fleet import Fleet
 
-pytestmark = pytest.mark.slow
-
 
 def made(p: int) -> torch.Tensor:
     """Of another shape and dtype for each; some are not contiguous."""

@@ -22,8 +22,6 @@ from commlib.pipeline.order import depth
 from fleet import Fleet
 from traces import shown
 
-pytestmark = pytest.mark.slow
-
 STAGES, WORKERS = 2, 2
 
 
@@ -211,6 +209,7 @@ def traced(world: World, folder: str) -> tuple[list[Tensor], int]:
     return values(inner), pipe.waves
 
 
+@pytest.mark.full
 def test_a_real_run_misses_no_more_of_another_than_s_global_and_where_one_is_late_exactly_that(
     fleet: Fleet, tmp_path: Path
 ) -> None:
@@ -275,6 +274,7 @@ def wrong(world: World) -> list[Any]:
     return [told, values(stage)]
 
 
+@pytest.mark.full
 def test_bad_input_is_named_and_so_is_a_lost_stage_while_the_other_virtual_worker_trains_on(fleet: Fleet) -> None:
     found = fleet.run(4, wrong)
     assert found[0][0] == found[1][0] == []

@@ -54,7 +54,6 @@ def test_hooks_of_parameters_and_modules_are_called_as_ever() -> None:
     assert told == ["forward", "gradient"]
 
 
-@pytest.mark.slow  # torch's export is long to import
 def test_stages_that_torch_splits_off_a_model_are_computed_as_the_whole_is_to_the_last_bit() -> None:
     from torch.distributed.pipelining import SplitPoint, pipeline
 

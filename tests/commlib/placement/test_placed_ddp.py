@@ -26,8 +26,7 @@ from commlib.placement.state import (
     load_full_state_dict,
 )
 from fleet import Fleet, RankFailed
-
-pytestmark = pytest.mark.slow
+from tiers import full
 
 WIDTHS = (11, 13)  # no number of ranks divides them
 
@@ -127,7 +126,7 @@ def beside_ddp(world: World, names: list[str]) -> list[tuple[str, float, float, 
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, *full(3)])
 def test_it_trains_as_plain_ddp_does_and_what_is_replicated_has_the_same_bits(fleet: Fleet, size: int) -> None:
     ranks = fleet.run(size, beside_ddp, list(CASES))
     for name, apart, off, _ in (x for found in ranks for x in found):

@@ -58,7 +58,7 @@ def members(found: Any) -> dict[str, Any]:
     return {m["kind"]: m for m in found["members"]}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_shards_started_by_hand_serve_show_how_they_do_hand_over_at_ctrl_c_and_end_with_the_job() -> None:
     at = f"127.0.0.1:{free_port()}"
     with (

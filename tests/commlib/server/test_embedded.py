@@ -59,7 +59,7 @@ def chunk_of(folder: str | None) -> tuple[int, list[float]]:
     return server.nbytes, model.bias.tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("saves", "kib"), [(False, 128), (True, 2048)])
 def test_between_machines_chunks_fit_the_link_unless_they_are_saved(
     lab: Callable[..., Lab], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, saves: bool, kib: int
@@ -72,7 +72,7 @@ def test_between_machines_chunks_fit_the_link_unless_they_are_saved(
     assert first[0] == kib << 10
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("how", "code"), [("end", 0), ("raise", 1), ("kill", -9), ("interrupt", 1)])
 def test_no_shard_outlives_a_training_however_that_ends(tmp_path: Path, how: str, code: int) -> None:
     program = tmp_path / "train.py"
@@ -96,7 +96,7 @@ def test_no_shard_outlives_a_training_however_that_ends(tmp_path: Path, how: str
         time.sleep(0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_under_torchrun_workers_find_each_other_without_a_process_group(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     told = "        os.write(1, b'trained %d.' % server._worker.job.workers)\n        if step == 20"

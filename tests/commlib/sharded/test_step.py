@@ -21,8 +21,6 @@ from commlib.sharded.cuts import buckets_of, plan_of, verdict_bytes, wire_bytes
 from commlib.sharded.step import ShardedStep
 from fleet import Fleet, RankFailed
 
-pytestmark = pytest.mark.slow
-
 Make = Callable[[Any], Optimizer]
 OPTIMIZERS: dict[str, Make] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True),

@@ -15,6 +15,7 @@ from cluster import Cluster
 from commlib.consistency import make
 from commlib.server.chunks import group_of
 from commlib.topology.topology import Topology
+from tiers import full
 
 STEPS = 6
 SEEDING = threading.Lock()  # the generator is the process's, and workers are threads
@@ -86,11 +87,8 @@ def test_one_group_trains_as_one_process_would_to_the_last_bit(topology: Topolog
 @pytest.mark.parametrize(
     "topology",
     [
-        Topology.downpour(),
-        Topology.hogwild(),
         Topology.hogwild(3, 1, every=3),
-        Topology(4, 1, 2, 2),
-        Topology(3, 2, 2, 1),
+        *full(Topology.downpour(), Topology.hogwild(), Topology(4, 1, 2, 2), Topology(3, 2, 2, 1)),
     ],
     ids=str,
 )
@@ -241,6 +239,7 @@ def test_one_of_several_groups_of_servers_that_is_lost_ends_it_with_a_name() -> 
     assert all("groups of servers need all of their shards" in told for told in found)
 
 
+@pytest.mark.full
 def test_embedded_servers_are_as_many_as_the_topology_says() -> None:
     trained = model()
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)

@@ -104,6 +104,7 @@ print(codec.kernels(x), y.tolist())
 """
 
 
+@pytest.mark.full
 @needs_triton
 @pytest.mark.parametrize("interpret", ["0", "1"])
 def test_triton_is_for_cpu_tensors_if_it_interprets(interpret: str) -> None:

@@ -18,6 +18,7 @@ from commlib.compressors.kernels.choice import Kernels
 from commlib.compressors.kernels.gpu_jit import AS_WRITTEN
 from commlib.slots import Carry
 from loops import LOOPS
+from tiers import full
 
 pytestmark = pytest.mark.skipif(triton_gpu.interpreted(), reason="nothing is compiled")
 
@@ -58,7 +59,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("n", [1, 8192])
+@pytest.mark.parametrize("n", [8192, *full(1)])
 @pytest.mark.parametrize(
     "name",
     ["fp16", "bf16", "two means, column 2048", "two means, column 8200", "sign", "int4", "11 bits", "qsgd",

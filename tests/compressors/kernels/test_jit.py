@@ -29,6 +29,7 @@ def compiled(folder: Path) -> dict[str, int]:
     return {str(f): f.stat().st_mtime_ns for f in folder.rglob("*.nbc")}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "NUMBA_CACHE_DIR"])
 def test_what_one_process_compiles_the_next_one_loads(variable: str, tmp_path: Path) -> None:
     run(**{variable: str(tmp_path)})
@@ -38,6 +39,7 @@ def test_what_one_process_compiles_the_next_one_loads(variable: str, tmp_path: P
     assert compiled(tmp_path / "commlib") == first
 
 
+@pytest.mark.full
 def test_where_nothing_can_be_kept_it_works_and_says_so_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     said = run(XDG_CACHE_HOME=str(tmp_path / "file"))

@@ -120,6 +120,7 @@ def test_a_graph_of_them_replays(loop: Loop) -> None:
 
 if not INTERPRETED:
 
+    @pytest.mark.full
     @pytest.mark.parametrize("which", ["encodes or zeros", "not (encodes or zeros)"])  # of 40 s, half each
     def test_all_of_it_in_tritons_interpreter(which: str) -> None:
         # without conftest.py, for this test has its turn already, and passes it on to nobody

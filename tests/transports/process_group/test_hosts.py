@@ -11,8 +11,6 @@ import pytest
 
 from commlib import keys
 
-pytestmark = pytest.mark.slow
-
 PROGRAM = """
 import datetime, torch, torch.distributed as dist
 import commlib
@@ -41,6 +39,7 @@ def run(tmp_path: Path, **environment: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.full
 def test_keys_are_asked_for_found_and_done_without_only_when_told_to(no_lab: str | None, tmp_path: Path) -> None:
     if no_lab is not None:
         pytest.skip(no_lab)

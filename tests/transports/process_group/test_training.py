@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commlib
 from commlib.exchange.item import World
 from fleet import Fleet
+from tiers import full
 
 SPECS = [
     "plain", "none", "fp16", "onebit", "onebit@scatter_gather", "int8", "qsgd", "topk:ratio=0.1",
@@ -76,7 +77,7 @@ def train(world: World, spec: str) -> Tensor:
 BY_FOUR = ("plain", "onebit@scatter_gather", "none@factors", "fsdp2", "hierarchy", "sparse")
 
 
-@pytest.mark.parametrize(("spec", "size"), [(s, 2) for s in SPECS] + [(s, 4) for s in BY_FOUR])
+@pytest.mark.parametrize(("spec", "size"), [(s, 4) for s in BY_FOUR] + full(*((s, 2) for s in SPECS)))
 def test_it_trains_to_the_same(fleet: Fleet, spec: str, size: int) -> None:
     gloo = fleet.run(size, train, spec)
     zmq = fleet.run(size, train, spec, backend="zmq")

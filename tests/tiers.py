@@ -1,0 +1,97 @@
+"""The two tiers of the suite: ``make test`` leaves out what is marked ``full``, ``make test-all`` runs everything.
+
+A test of the fast tier takes at most :data:`LIMIT_S`. A longer one fails, unless :data:`LONGER` says why it may: this
+keeps the fast tier fast. What counts is what a test used of the cores, or the time in which it waited although no
+process wanted for a core: no test is red because the machine is busy.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leaks import descendants
+
+FAST = "not full"
+"""What ``make test`` gives to ``-m``."""
+
+LIMIT_S = 5.0
+"""Seconds that a test of the fast tier may take, its fixtures not counted."""
+
+LONGER: dict[str, str] = {}
+"""Test without its parameters → why it takes longer. At most twenty."""
+
+
+def full(*values: Any) -> list[Any]:
+    """Values of a parameter that only ``make test-all`` runs: ``parametrize("size", [2, *full(3, 4)])``."""
+    return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.full) for v in values]
+
+
+def is_fast(item: pytest.Item) -> bool:
+    """Whether ``make test`` runs it. Tests that compare times (``alone``) never are."""
+    return item.get_closest_marker("full") is None and item.get_closest_marker("alone") is None
+
+
+class Clock:
+    """What a test takes from when this is made."""
+
+    def __init__(self) -> None:
+        self._began, self._used, self._stalled = time.monotonic(), used(), stalled()
+
+    def seconds(self) -> float:
+        """CPU seconds, or seconds in which all processes that wanted a core had one, whichever are more."""
+        wall = time.monotonic() - self._began
+        if wall <= LIMIT_S:
+            return wall
+        return max(used() - self._used, wall - (stalled() - self._stalled))
+
+
+def too_long(name: str, seconds: float) -> str | None:
+    """What is wrong with a test of the fast tier that took so long; None if nothing is.
+
+    Args:
+        name: pytest's node id.
+        seconds: by its :class:`Clock`.
+    """
+    if seconds <= LIMIT_S or name.partition("[")[0] in LONGER:
+        return None
+    return (
+        f"took {seconds:.1f} s; a test of the fast tier may take {LIMIT_S:g} s. "
+        "Make it do less, mark it full, or say in LONGER of tests/tiers.py why it may take longer"
+    )
+
+
+def used() -> float:
+    """CPU seconds of this process and of all that it has started, ended ones too."""
+    times, ticks = os.times(), 0
+    for pid in descendants():
+        with contextlib.suppress(OSError):  # it has ended: its parent's figures have its time
+            ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
+    return sum(times[:4]) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def stalled() -> float:
+    """Seconds since the start of the machine in which some process waited for a core; 0.0 where this is not counted."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"some .*total=(\d+)", Path("/proc/pressure/cpu").read_text())
+        if found is not None:
+            return int(found[1]) / 1e6
+    return 0.0
+
+
+def left_out(reasons: Iterable[str]) -> str:
+    """Why tests were skipped, the most frequent reason first: "227 × needs a CUDA device; 1 × …".
+
+    Args:
+        reasons: one for each skipped test, with what would change it in its words.
+    """
+    counts = collections.Counter(re.sub(r"^Skipped: ", "", reason) for reason in reasons)
+    return "; ".join(f"{n} × {reason}" for reason, n in counts.most_common())

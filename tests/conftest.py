@@ -26,8 +26,8 @@ _PATIENCE = 60.0  # seconds that what a test started may take to go away by itse
 
 # What hypothesis draws is the same in every run; `make test-all` draws anew (--hypothesis-profile=fresh) and prints how
 # to see a failure again. No deadlines: a test that starts processes shares two cores with them, and would measure them.
-settings.register_profile("fixed", deadline=None, derandomize=True, database=None, print_blob=True)
-settings.register_profile("fresh", settings.get_profile("fixed"), derandomize=False)
+settings.register_profile("fixed", deadline=None, derandomize=True, database=None, print_blob=True, max_examples=30)
+settings.register_profile("fresh", settings.get_profile("fixed"), derandomize=False, max_examples=100)
 settings.register_profile("few", settings.get_profile("fixed"), max_examples=5)
 settings.load_profile("fixed")
 

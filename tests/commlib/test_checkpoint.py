@@ -57,6 +57,7 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit_between_two_ranks(
         assert report == dict.fromkeys(pairs, True)
 
 
+@pytest.mark.full
 def test_resume_does_not_depend_on_bucket_cap_mb_where_ranks_are_added_in_order(fleet: Fleet):
     for report in fleet.run(3, resumed, RANK_ORDERED, (0.005, 25.0)):
         assert report == dict.fromkeys(RANK_ORDERED, True)

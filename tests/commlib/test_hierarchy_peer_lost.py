@@ -23,11 +23,15 @@ from torch.nn.parallel import DistributedDataParallel
 import commlib
 import warm
 from commlib.exchange.item import World
+from tiers import full
 from toy import torchrun
 
 SIZE = 4
 VICTIM = 3  # ranks 0 and 1 are one node, 2 and 3 the other
-SCENES = [("none", True), ("onebit@scatter_gather", True), ("none", None), ("onebit@scatter_gather", None)]
+SCENES = [
+    *(("onebit@scatter_gather", True), ("none", None)),
+    *full(("none", True), ("onebit@scatter_gather", None)),
+]
 DEADLINE = 30.0  # seconds; the process group's own is ten minutes
 
 

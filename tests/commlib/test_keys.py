@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,7 @@ import pytest
 from commlib import keys
 from commlib.errors import AuthenticationError
 
-
-def commlib(*args: str, where: Path) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, keys.VARIABLE: str(where)}
-    return subprocess.run([sys.executable, "-m", "commlib", "keys", *args], env=env, capture_output=True, text=True)
+Call = Callable[..., tuple[int, str, str]]
 
 
 def test_a_pair_comes_back_as_it_was_made_and_nobody_else_can_read_it(tmp_path: Path) -> None:
@@ -113,17 +109,20 @@ def test_where_keys_are_follows_the_environment(monkeypatch: pytest.MonkeyPatch,
     assert keys.folder() == tmp_path / "commlib" / "keys"
 
 
-def test_the_command_makes_shows_and_allows_and_prints_no_secret(tmp_path: Path) -> None:
-    made = commlib("new", "a", where=tmp_path)
+def test_the_command_makes_shows_and_allows_and_prints_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
+) -> None:
+    monkeypatch.setenv(keys.VARIABLE, str(tmp_path))
+    status, made, err = call("keys", "new", "a")
     pair = keys.load("a", tmp_path)
-    assert made.returncode == 0, made.stderr
-    assert f"commlib keys allow '{pair.public}' a" in made.stdout
+    assert status == 0, err
+    assert f"commlib keys allow '{pair.public}' a" in made
     other = keys.KeyPair.new().public
     for said in ("b is allowed", "this key is on the list already, as b"):
-        assert said in commlib("allow", other, "b", where=tmp_path).stdout
-    shown = commlib("show", "--json", where=tmp_path).stdout
+        assert said in call("keys", "allow", other, "b")[1]
+    shown = call("keys", "show", "--json")[1]
     assert json.loads(shown) == {"own": {"a": pair.public}, "allowed": {"b": other}}
-    for out in (made.stdout, shown, commlib("show", where=tmp_path).stdout):
+    for out in (made, shown, call("keys", "show")[1]):
         assert pair.secret not in out
         assert pair.public in out
 
@@ -138,9 +137,12 @@ def test_the_command_makes_shows_and_allows_and_prints_no_secret(tmp_path: Path)
         (("steal",), "No such command 'steal'"),
     ],
 )
-def test_the_command_refuses_in_words_and_with_a_status(tmp_path: Path, args: tuple[str, ...], said: str) -> None:
+def test_the_command_refuses_in_words_and_with_a_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call, args: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.setenv(keys.VARIABLE, str(tmp_path))
     keys.create("a", tmp_path)
-    ended = commlib(*args, where=tmp_path)
-    assert ended.returncode != 0
-    assert said in ended.stderr
-    assert "Traceback" not in ended.stderr
+    status, _, err = call("keys", *args)
+    assert status != 0
+    assert said in err
+    assert "Traceback" not in err

@@ -28,6 +28,7 @@ from commlib.exchange.item import World
 from commlib.lightning import DDPStrategy
 from commlib.strategy import KEY
 from fleet import Fleet
+from tiers import full
 from toy import Logged, batch, model, owed, same, same_everywhere
 
 BATCHES = 6  # an epoch
@@ -150,7 +151,9 @@ def ended(found: T) -> T:
 
 
 @pytest.mark.parametrize(
-    ("spec", "mixed"), [("onebit", False), ("topk:ratio=0.1", False), ("onebit", True)], ids=["onebit", "topk", "fp16"]
+    ("spec", "mixed"),
+    [("onebit", True), *full(("onebit", False), ("topk:ratio=0.1", False))],
+    ids=["fp16", "onebit", "topk"],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(fleet: Fleet, tmp_path: Path, spec: str, mixed: bool):
     for found in fleet.run(2, resumed_everywhere, str(tmp_path), spec, mixed):

@@ -17,6 +17,7 @@ import commlib
 from cluster import Cluster
 from commlib.exchange.item import World
 from fleet import Fleet
+from tiers import full
 
 STEPS = 5
 SEEDING = threading.Lock()  # the generator is the process's, and workers are threads
@@ -134,12 +135,14 @@ FILTERS = "significance:threshold=0.001+key_cache+fixed_float+lossless"
 @pytest.mark.parametrize(
     ("spec", "push", "pull"),
     [
-        ("bsp", "onebit", "onebit"),
-        ("bsp", "topk:ratio=0.05", "int8"),
-        ("bsp", "powersgd", "fp16"),
         ("bsp", FILTERS, FILTERS.replace("0.001", "0.0001")),
         ("ssp:2", "onebit", "onebit"),
-        ("asp", "random_skip:keep=0.1", "lossless"),
+        *full(
+            ("bsp", "onebit", "onebit"),
+            ("bsp", "topk:ratio=0.05", "int8"),
+            ("bsp", "powersgd", "fp16"),
+            ("asp", "random_skip:keep=0.1", "lossless"),
+        ),
     ],
 )
 def test_coded_messages_are_smaller_and_it_learns_the_same_and_all_end_with_the_shards_values(
@@ -325,6 +328,7 @@ def embedded(world: World) -> list[Tensor]:
     return state(model)
 
 
+@pytest.mark.full
 def test_with_an_embedded_shard_ranks_get_what_ddp_gives_them_but_for_the_order_of_sums(fleet: Fleet) -> None:
     expected, found = fleet.run(3, ddp)[0], fleet.run(3, embedded)
     assert all(same(each, found[0]) for each in found)

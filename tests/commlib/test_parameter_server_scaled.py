@@ -324,6 +324,7 @@ def embedded(world: World, scaled: bool) -> tuple[list[Tensor], float]:
     return state(model), scaler.get_scale()
 
 
+@pytest.mark.full
 def test_processes_with_scales_of_their_own_end_with_the_values_of_those_without_bit_for_bit(fleet: Fleet) -> None:
     found, plain = fleet.run(2, embedded, True), fleet.run(2, embedded, False)
     assert all(same(values, plain[0][0]) for values, _ in found)

@@ -160,6 +160,7 @@ def embedded(world: World) -> tuple[bool, bool, list[int]]:
     return equal, same, pids
 
 
+@pytest.mark.full
 def test_embedded_servers_start_and_end_with_the_training(fleet: Fleet) -> None:
     (equal, same, pids), (_, _, none) = fleet.run(2, embedded)
     assert equal
@@ -361,6 +362,7 @@ def test_a_shard_that_is_killed_is_named_in_time_where_it_had_the_only_copy(flee
             assert seconds < 40
 
 
+@pytest.mark.full
 def test_where_there_are_two_copies_a_killed_shard_changes_no_bit(fleet: Fleet) -> None:
     with processes(3) as (at, pids):
         servers = commlib.Servers(at, shards=3, copies=2, patience=1.5)

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 import commlib.transformers
 from commlib.exchange.item import World
 from fleet import Fleet
+from tiers import full
 from toy import Logged, owed, same, same_everywhere, torchrun
 
 
@@ -97,7 +98,7 @@ def resumed(world: World, folder: str, spec: str) -> dict[str, bool]:
         return found
 
 
-@pytest.mark.parametrize("spec", ["onebit", "topk:ratio=0.1"], ids=["onebit", "topk"])
+@pytest.mark.parametrize("spec", ["onebit", *full("topk:ratio=0.1")], ids=["onebit", "topk"])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(fleet: Fleet, tmp_path: Path, spec: str):
     for found in fleet.run(2, resumed, str(tmp_path), spec):
         assert all(found.values()), found

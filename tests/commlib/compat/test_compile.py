@@ -19,6 +19,7 @@ import commlib
 from commlib.exchange import BY_ROWS
 from commlib.exchange.item import World
 from fleet import Fleet
+from tiers import full
 from toy import batch, same_everywhere, torchrun
 
 CODECS = ("onebit@gather", "onebit@scatter_gather", "powersgd:rank=2")
@@ -162,7 +163,7 @@ def test_a_compiled_model_has_the_gradients_and_residuals_of_the_eager_one(fleet
         check(found, form)
 
 
-@pytest.mark.parametrize("form", FORMS[:2])
+@pytest.mark.parametrize("form", [FORMS[0], *full(FORMS[1])])
 def test_so_has_one_whose_backward_pass_is_a_graph_too(fleet: Fleet, form: str) -> None:
     for found in fleet.run(2, compared, form, WHOLE, ("onebit@gather", "factors"), "aot_eager"):
         check(found, form)

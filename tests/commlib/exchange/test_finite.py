@@ -18,6 +18,7 @@ from commlib.exchange.item import Item, Seeds, World
 from commlib.registry import make
 from commlib.stats import Meter
 from fleet import Fleet
+from tiers import full
 from toy import Trainer, same_everywhere, train_poisoned
 
 
@@ -87,6 +88,6 @@ def bad_steps(world: World, exchange: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("exchange", ["gather", "scatter_gather"])
+@pytest.mark.parametrize("exchange", ["scatter_gather", *full("gather")])
 def test_one_value_that_is_not_finite_is_seen_by_the_scales(fleet: Fleet, exchange: str) -> None:
     assert fleet.run(2, bad_steps, exchange) == [[], []]

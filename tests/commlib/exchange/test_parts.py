@@ -24,6 +24,7 @@ from commlib.route import Route
 from commlib.simulate import run
 from commlib.stats import Meter
 from fleet import Fleet
+from tiers import full
 from toy import Trainer, same_everywhere, through_delays, train_poisoned
 
 SIZE = 2000
@@ -246,5 +247,6 @@ def delayed(world: World, repetitions: int) -> tuple[bool, bool]:
     return unchanged, equal
 
 
-def test_parts_that_are_late_at_random_end_with_the_same_bits(fleet: Fleet) -> None:
-    assert fleet.run(2, delayed, 200) == [(True, True)] * 2
+@pytest.mark.parametrize("steps", [8, *full(200)])
+def test_parts_that_are_late_at_random_end_with_the_same_bits(fleet: Fleet, steps: int) -> None:
+    assert fleet.run(2, delayed, steps) == [(True, True)] * 2

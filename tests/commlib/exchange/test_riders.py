@@ -24,6 +24,7 @@ from commlib.route import Route
 from commlib.simulate import run
 from commlib.stats import Meter
 from fleet import Fleet
+from tiers import full
 from toy import Trainer, same_everywhere, through_delays, train_poisoned
 
 ROUNDS = {
@@ -234,6 +235,6 @@ def delayed(world: World, repetitions: int) -> tuple[bool, bool]:
     return unchanged, equal
 
 
-@pytest.mark.full
-def test_riders_that_are_late_at_random_end_with_the_same_bits(fleet: Fleet) -> None:
-    assert fleet.run(2, delayed, 200) == [(True, True)] * 2
+@pytest.mark.parametrize("steps", [20, *full(200)])
+def test_riders_that_are_late_at_random_end_with_the_same_bits(fleet: Fleet, steps: int) -> None:
+    assert fleet.run(2, delayed, steps) == [(True, True)] * 2

@@ -19,6 +19,7 @@ import commlib
 from commlib.exchange import BY_ROWS
 from commlib.exchange.item import World
 from fleet import Fleet
+from tiers import full
 from toy import Trainer, same_everywhere
 
 WIDTH = 64  # of layers that rows pay for on three ranks, by owners too
@@ -401,7 +402,7 @@ def compiled(world: World, outer: bool) -> tuple[float, bool, set[str]]:
     return float((ours - ddps).abs().max() / ddps.abs().max()), same_everywhere(world, ours), exchanges
 
 
-@pytest.mark.parametrize("outer", [False, True])
+@pytest.mark.parametrize("outer", [False, *full(True)])
 def test_under_torch_compile(fleet: Fleet, outer: bool) -> None:
     for off, same, exchanges in fleet.run(2, compiled, outer):
         assert exchanges == {"factors"}

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -25,6 +26,7 @@ from commlib.manager.decision import Decision
 from commlib.manager.model import Model
 from commlib.manager.sheet import Figures
 from fleet import Fleet
+from tiers import full
 from toy import same_everywhere
 
 MODELS, JOBS, STEPS = 200, 10, 5
@@ -137,8 +139,9 @@ def wrong_models(world: World, first: int, count: int) -> Iterator[str]:
             yield f"model {seed}: {off:.2e} from DDP's gradient"
 
 
-def test_two_hundred_random_models_with_random_delays(fleet: Fleet) -> None:
-    each = MODELS // JOBS
-    for job in range(JOBS):
-        for wrong in fleet.run(3, models, job * each, each):
+@pytest.mark.parametrize("count", [6, *full(MODELS)])
+def test_random_models_with_random_delays_have_ddps_gradients(fleet: Fleet, count: int) -> None:
+    each = min(count, MODELS // JOBS)
+    for first in range(0, count, each):
+        for wrong in fleet.run(3, models, first, each):
             assert wrong == []

@@ -19,6 +19,7 @@ from commlib.errors import CheckpointMismatch
 from commlib.exchange.item import World
 from fleet import Fleet
 from shards import ShardedTrainer
+from tiers import full
 from toy import Trainer
 
 
@@ -77,7 +78,7 @@ def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize(("size", "replicas"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("size", "replicas"), [(2, 1), *full((4, 2))])
 def test_a_run_resumes_bit_for_bit(fleet: Fleet, tmp_path: Path, size: int, replicas: int) -> None:
     rules = ["onebit", "topk:ratio=0.1", "qsgd"] if replicas == 1 else ["onebit@gather", "int8@scatter_gather"]
     assert fleet.run(size, resumed, str(tmp_path), rules, replicas) == [[]] * size

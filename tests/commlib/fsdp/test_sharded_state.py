@@ -26,6 +26,7 @@ from commlib.fsdp.state import ShardedState
 from commlib.registry import make
 from fleet import Fleet, RankFailed
 from shards import Network, ShardedTrainer, batch
+from tiers import full
 from toy import same_everywhere
 from wires import counted
 
@@ -132,6 +133,7 @@ def trains(world: World, cases: list[tuple[Any, dict[str, Any]]]) -> list[str]:
     return wrong
 
 
+@pytest.mark.full
 def test_every_codec_trains_with_every_precision_and_unit_option(fleet: Fleet) -> None:
     cases: list[tuple[Any, dict[str, Any]]] = [(codec, {}) for codec in CODECS]
     cases += [
@@ -363,9 +365,9 @@ def test_bytes_are_those_handed_to_the_process_group(fleet: Fleet, size: int) ->
 # -- order -----------------------------------------------------------------------------------------
 
 
-def hasty(world: World) -> bool:
+def hasty(world: World, steps: int) -> bool:
     calm = ShardedTrainer(world, "onebit", parameters="int8")
-    calm.train(40)
+    calm.train(steps)
     late = ShardedTrainer(world, "onebit", parameters="int8")
     dice, sequencer = random.Random(world.rank), late.comm._traffic._sequencer
     naps = 0
@@ -381,14 +383,15 @@ def hasty(world: World) -> bool:
 
     for name in ("submit", "_advance"):
         setattr(sequencer, name, after_a_nap(getattr(sequencer, name)))
-    late.train(40)
+    late.train(steps)
     calm.close()
     late.close()
-    return torch.equal(calm.weights(), late.weights()) and naps > 400
+    return torch.equal(calm.weights(), late.weights()) and naps > 10 * steps
 
 
-def test_delays_change_nothing(fleet: Fleet) -> None:
-    assert fleet.run(3, hasty) == [True] * 3
+@pytest.mark.parametrize("steps", [8, *full(40)])
+def test_delays_change_nothing(fleet: Fleet, steps: int) -> None:
+    assert fleet.run(3, hasty, steps) == [True] * 3
 
 
 # -- attach and detach -----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -42,12 +42,15 @@ def running(*args: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def call(*args: str) -> subprocess.CompletedProcess[str]:
+Call = Callable[..., tuple[int, str, str]]
+
+
+def started(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *args], capture_output=True, text=True, timeout=200)
 
 
 def status(at: str) -> dict[str, object]:
-    done = call("status", "--at", at, "--json")
+    done = started("status", "--at", at, "--json")
     assert done.returncode == 0, done.stderr
     found: dict[str, object] = json.loads(done.stdout)
     return found
@@ -80,7 +83,7 @@ def test_shards_started_by_hand_serve_show_how_they_do_hand_over_at_ctrl_c_and_e
                     found = status(at)
                     while members(found).get("worker", {}).get("clock") != 11:  # it tells once a second
                         found = status(at)
-                    shown = call("status", "--at", at).stdout
+                    shown = started("status", "--at", at).stdout
                 if step == 20:
                     first.send_signal(signal.SIGINT)
                     assert first.wait(60) == 0
@@ -111,16 +114,16 @@ def test_shards_started_by_hand_serve_show_how_they_do_hand_over_at_ctrl_c_and_e
         (("run", "--at", "127.0.0.1:1", "--snapshots", "x", "--every", "0"), "must be 1 or more, got 0"),
     ],
 )
-def test_wrong_calls_are_explained_in_a_line(args: tuple[str, ...], said: str) -> None:
-    done = call(*args)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+def test_wrong_calls_are_explained_in_a_line(call: Call, args: tuple[str, ...], said: str) -> None:
+    code, _, err = call("server", *args)
+    assert code == 2
+    assert said in err
+    assert "Traceback" not in err
 
 
-def test_a_port_in_use_is_said() -> None:
+def test_a_port_in_use_is_said(call: Call) -> None:
     store = meeting.keep("127.0.0.1")
-    done = call("meet", "--at", f"127.0.0.1:{store.port}")
-    assert done.returncode == 2
-    assert f"members cannot meet at 127.0.0.1:{store.port}: Address already in use" in done.stderr
+    code, _, err = call("server", "meet", "--at", f"127.0.0.1:{store.port}")
+    assert code == 2
+    assert f"members cannot meet at 127.0.0.1:{store.port}: Address already in use" in err
     del store

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +21,7 @@ import warm
 from commlib.bench import launch
 from commlib.bench.lab import Lab, unavailable
 from commlib.cli import main
-from fleet import Fleet
+from fleet import Fleet, nothing
 from leaks import children, listeners, threads
 from tiers import FAST, Clock, is_fast, left_out, too_long
 from turns import shares, turn
@@ -36,6 +40,26 @@ torch.set_num_threads(1)
 # A shell that starts the tests in the background has them, and all they start, ignore Ctrl-C; some tests send one.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_FOLDER = pytest.StashKey[Path]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """All temporary files of a run, of its workers and of what they start lie in one folder, which ends with it."""
+    if not hasattr(config, "workerinput"):
+        config.stash[_FOLDER] = Path(tempfile.mkdtemp(prefix="commlib-"))
+        os.environ["TMPDIR"] = tempfile.tempdir = str(config.stash[_FOLDER])
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if exitstatus == pytest.ExitCode.TESTS_FAILED:  # somebody may want to look at it
+        session.config.stash.pop(_FOLDER, None)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if (folder := config.stash.get(_FOLDER, None)) is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of pytest-timeout's: to wait is not to run
@@ -77,8 +101,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line("this was the fast tier; everything there is: make test-all")
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # PyTorch's modules and thousands of tests need no looking through again and again
+    if hasattr(session.config, "workerinput"):
+        warm.begin()  # with all tests to run, some will ask for ranks: by then it has imported PyTorch
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +118,7 @@ def warm_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def fleet() -> Iterator[Fleet]:
     """Rank processes that live as long as the session (tests/fleet.py)."""
     ranks = Fleet()
+    ranks.run(4, nothing)  # what is imported by the first job is no test's time
     yield ranks
     ranks.close()
 
@@ -119,8 +146,13 @@ def call(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
     """
 
     def calling(*args: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as exit_:
-            main(args)
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            with pytest.raises(SystemExit) as exit_:
+                main(args)
+        finally:
+            for number, handler in handlers.items():  # a command of its own process needs none put back
+                signal.signal(number, handler)
         out, err = capfd.readouterr()
         return int(exit_.value.code or 0), out, err
 

@@ -97,6 +97,10 @@ class Fleet:
         return [results[r] for r in range(size)]
 
 
+def nothing(world: World) -> None:
+    """A job for ranks that are only to be there."""
+
+
 def _serve(pipe: Connection) -> None:
     before = dict(os.environ)
     gc.freeze()  # PyTorch's modules need no looking through after each job

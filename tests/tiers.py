@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from leaks import descendants
 
@@ -33,6 +34,11 @@ LONGER: dict[str, str] = {}
 def full(*values: Any) -> list[Any]:
     """Values of a parameter that only ``make test-all`` runs: ``parametrize("size", [2, *full(3, 4)])``."""
     return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.full) for v in values]
+
+
+def examples(most: int) -> int:
+    """How many examples a property is tried with: so many in ``make test-all``, fewer in the fast tier."""
+    return max(min(most, 5), most * settings().max_examples // 100)
 
 
 def is_fast(item: pytest.Item) -> bool:

@@ -20,7 +20,8 @@ import torch
 from commlib.bench import launch
 from commlib.bench.child import BOOTSTRAP
 
-_PRELOAD = ("torch", "torch._dynamo", "commlib", "commlib.bench.train.rank")  # a first optimizer imports the second
+_PRELOAD = ("torch", "torch._dynamo", "commlib", "commlib.bench.train.rank", "pytest", "hypothesis")
+"""A first optimizer imports the second; test modules, in which jobs are found, the last two."""
 
 
 def context() -> Any:
@@ -28,6 +29,12 @@ def context() -> Any:
     made = multiprocessing.get_context("forkserver")
     made.set_forkserver_preload(list(_PRELOAD))
     return made
+
+
+def begin() -> None:
+    """Start the server now, without waiting for what it imports."""
+    context()
+    forkserver.ensure_running()
 
 
 def server() -> int | None:

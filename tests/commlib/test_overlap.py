@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from commlib import timeline
 from commlib.overlap import Bucket, Pass, exposed, finish, undisturbed
 from commlib.price import Way
+from tiers import examples
 
 SOME = st.floats(0, 10)
 TIMES = st.lists(st.tuples(SOME, SOME), min_size=1, max_size=8)
@@ -208,7 +209,7 @@ def times(p: Pass) -> list[float]:
 
 
 @given(cases())
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_a_pass_is_found_again_from_what_was_seen_of_it(case: Case) -> None:
     p, ways = case
     points = sorted(times(p))

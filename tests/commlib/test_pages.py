@@ -15,13 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlib.pages import zeros
+from tiers import examples
 
 CPU = torch.device("cpu")
 LARGE = 8 << 20  # bytes
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     st.lists(st.integers(0, 300), max_size=3),
     st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.int64]),

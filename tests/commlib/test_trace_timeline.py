@@ -32,6 +32,7 @@ from commlib.server.view import View
 from commlib.timeline import Timeline, just_in_time_seconds, overlap, step_seconds
 from commlib.trace import Trace
 from fleet import Fleet
+from tiers import examples
 from traces import shown
 
 Profile = Sequence[tuple[int, int, int]]
@@ -304,7 +305,7 @@ def step_by_step(machine: Machine, profile: Profile) -> Trace:
     return trace
 
 
-@settings(max_examples=5)
+@settings(max_examples=examples(5))
 @given(st.lists(PROFILES, min_size=5, max_size=10))
 def test_a_step_by_ddps_hook_takes_what_the_recursion_says(fleet: Fleet, profiles: list[Profile]) -> None:
     with tempfile.TemporaryDirectory() as folder:

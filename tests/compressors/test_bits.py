@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from commlib.compressors.kernels import bits
 from strategies import bits_of, fields_of
+from tiers import examples
 
 
 @pytest.mark.parametrize("width", [*range(1, 18), 24, 31, 33, 48])
@@ -66,7 +67,7 @@ def index_sets(draw: st.DrawFn) -> tuple[int, list[int]]:
     return n, sorted(random.Random(draw(st.integers(0, 999))).sample(range(n), k))
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(index_sets())
 def test_elias_fano_equals_the_naive_code(case: tuple[int, list[int]]) -> None:
     n, indices = case

@@ -13,6 +13,7 @@ from commlib.compressors.blockwise import Blockwise
 from commlib.compressors.int4 import Int4
 from commlib.compressors.int8 import Int8
 from strategies import GOLDEN, encode, fields_of, floats_of, roundtrip, tensors
+from tiers import examples
 
 CODECS = st.one_of(
     st.builds(Int8, block=st.sampled_from([1, 3, 64, 256])), st.builds(Int4, block=st.sampled_from([1, 5, 128]))
@@ -30,7 +31,7 @@ def naive_codes(x: np.ndarray, block: int, levels: int) -> tuple[list[float], li
     return scales, codes
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(CODECS, tensors())
 def test_payload_is_float32_absmaxima_then_packed_levels(codec: Blockwise, x: torch.Tensor) -> None:
     scales, codes = naive_codes(x.view(-1).numpy(), codec.block, codec.levels)
@@ -41,7 +42,7 @@ def test_payload_is_float32_absmaxima_then_packed_levels(codec: Blockwise, x: to
     assert fields_of(payload[head:], len(codes), width) == codes
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(CODECS, tensors())
 def test_error_is_at_most_half_a_level_and_absmax_is_exact(codec: Blockwise, x: torch.Tensor) -> None:
     decoded = roundtrip(codec, x).view(-1)

@@ -18,6 +18,7 @@ from commlib.compressors.heavyball import HeavyBall
 from commlib.feedback import ErrorFeedback
 from commlib.testing import check_compressor
 from strategies import encode, roundtrip, tensors
+from tiers import examples
 
 BUILT_IN = [
     "none", "fp16", "bf16", "onebit", "sign", "int8", "int4", "qsgd", "ternary", "natural", "topk", "randomk", "dgc",
@@ -77,7 +78,7 @@ def test_dense_forms_keep_every_promise(codec: Compressor) -> None:
 
 
 @pytest.mark.parametrize("spec", [s for s in ALL if "fp16" not in s])
-@settings(max_examples=14)
+@settings(max_examples=examples(14))
 @given(x=tensors(), seed=st.integers(0, 2**63))
 def test_finite_values_of_any_size_decode_to_finite_ones(spec: str, x: torch.Tensor, seed: int) -> None:
     decoded = roundtrip(plain(spec), x, seed=seed)
@@ -87,7 +88,7 @@ def test_finite_values_of_any_size_decode_to_finite_ones(spec: str, x: torch.Ten
 
 
 @pytest.mark.parametrize("spec", ALL)
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(x=tensors(), bad=st.sampled_from([math.nan, math.inf, -math.inf]), data=st.data())
 def test_one_non_finite_value_is_never_lost(spec: str, x: torch.Tensor, bad: float, data: st.DataObject) -> None:
     if x.numel():
@@ -119,7 +120,7 @@ def test_codecs_of_values_and_of_blocks_can_be_cut() -> None:
 
 
 @pytest.mark.parametrize("spec", [s for s in IN_PARTS if not plain(s).random])
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(x=tensors(largest=1e15), count=st.integers(2, 5), data=st.data())
 def test_a_layer_cut_where_it_may_be_decodes_as_in_one_piece(
     spec: str, x: torch.Tensor, count: int, data: st.DataObject
@@ -135,7 +136,7 @@ def test_a_layer_cut_where_it_may_be_decodes_as_in_one_piece(
 
 
 @pytest.mark.parametrize("spec", [s for s in ALL if plain(s).takes_feedback])
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(x=tensors(largest=1e15), in_place=st.booleans())
 def test_fused_feedback_equals_encode_then_subtract(spec: str, x: torch.Tensor, in_place: bool) -> None:
     codec, layer = plain(spec), LayerSpec.of(x)
@@ -151,7 +152,7 @@ def test_fused_feedback_equals_encode_then_subtract(spec: str, x: torch.Tensor, 
 
 
 @pytest.mark.parametrize("spec", ALL)
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(x=tensors(largest=1e15), ranks=st.integers(1, 4), scale=st.sampled_from([1.0, 0.25, 1 / 3]))
 def test_payloads_decoded_at_once_are_those_decoded_one_by_one(
     spec: str, x: torch.Tensor, ranks: int, scale: float

@@ -13,6 +13,7 @@ from commlib import registry
 from commlib.compressor import LayerSpec, Memory
 from commlib.compressors.dct import DCT
 from strategies import roundtrip
+from tiers import examples
 
 
 def test_a_cosine_is_one_coefficient() -> None:
@@ -26,7 +27,7 @@ def test_a_block_of_one_value_needs_one_coefficient() -> None:
     torch.testing.assert_close(roundtrip(DCT(keep=1), x), x)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 9), st.integers(1, 12), st.integers(0, 999))
 def test_what_is_left_out_is_the_error_and_no_more_than_delta_allows(
     n: int, m: int, side: int, keep: int, seed: int

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from commlib.compressor import LayerSpec
 from commlib.compressors.qsgd import QSGD
 from strategies import GOLDEN, draws, encode, fields_of, floats_of, roundtrip, tensors
+from tiers import examples
 
 
 def exact_variance(x: torch.Tensor, levels: int) -> float:
@@ -58,7 +59,7 @@ def test_payload_is_norms_then_levels_in_the_fewest_bits(levels: int, width: int
         assert decoded[i] == pytest.approx(level / levels * norms[i // 20], rel=1e-6)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(tensors())
 def test_error_is_below_one_level_of_the_norm(x: torch.Tensor) -> None:
     error = (roundtrip(QSGD(7, block=50), x).double() - x).view(-1).abs()

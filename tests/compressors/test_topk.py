@@ -14,13 +14,14 @@ from commlib.compressor import LayerSpec, Memory
 from commlib.compressors.topk import TopK
 from commlib.feedback import ErrorFeedback
 from strategies import GOLDEN, encode, floats_of, roundtrip, tensors
+from tiers import examples
 
 
 def test_golden_vector() -> None:
     assert roundtrip(TopK(0.5), GOLDEN).tolist() == [-2.0, 0.0, 0.0, 3.0]
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(tensors(), st.sampled_from([0.001, 0.01, 0.1, 0.5, 1.0]))
 def test_sends_exactly_the_k_largest(x: torch.Tensor, ratio: float) -> None:
     flat, decoded = x.view(-1).numpy(), roundtrip(TopK(ratio), x).view(-1).numpy()
@@ -94,7 +95,7 @@ def test_is_random_only_if_its_values_are() -> None:
     assert TopK().default_exchange == "gather"
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(1, 500), st.integers(1, 60), st.sampled_from([0.01, 0.1, 0.5, 1.0]), st.integers(0, 2**31))
 def test_chunks_send_what_topk_sends_of_each(n: int, chunk: int, ratio: float, seed: int) -> None:
     x = torch.randn(n, generator=torch.Generator().manual_seed(seed)).mul(2).round()  # with ties

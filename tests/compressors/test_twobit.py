@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from commlib.compressor import LayerSpec
 from commlib.compressors.twobit import TwoBit
 from strategies import encode, floats_of, roundtrip, tensors
+from tiers import examples
 
 
 def test_golden_vector() -> None:
@@ -24,7 +25,7 @@ def test_four_values_share_a_byte_and_each_block_has_two_means() -> None:
     assert TwoBit(64).nbytes(LayerSpec("w", (0,))) == 0
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(tensors(), st.sampled_from([1, 3, 64]))
 def test_the_error_is_what_the_means_leave_of_the_squares(x: torch.Tensor, block: int) -> None:
     decoded = roundtrip(TwoBit(block), x).double().view(-1)

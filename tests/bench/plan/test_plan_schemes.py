@@ -16,6 +16,7 @@ from commlib.bench.plan.setting import RANKS, Setting, parse_ranks
 from commlib.bench.plan.steps import BUCKET, BYTES, FIRST_BUCKET, alone_s, buckets, one_pass
 from commlib.bench.plan.zoo import known
 from commlib.timeline import step_seconds
+from tiers import examples
 
 
 def conv(name: str, parameters: int, flops: int) -> Layer:
@@ -77,7 +78,7 @@ def test_one_rank_is_one(m: Model, s: Setting) -> None:
         assert o.changed == ()
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.tuples(st.integers(BUCKET // BYTES, 10**8), st.integers(1, 10**11)), min_size=1, max_size=8), MANY)
 def test_with_a_layer_a_bucket_dense_is_wait_free_backpropagation(made: list[tuple[int, int]], p: int) -> None:
     m = model(*(conv(f"c{i}", size, flops) for i, (size, flops) in enumerate(made)))

@@ -13,6 +13,7 @@ from commlib.bench.sparse.generate import Generated
 from commlib.bench.sparse.kkt import OFF, Active, Rule, Verdict, rests
 from commlib.bench.sparse.prox import REST, step
 from commlib.bench.sparse.worker import Shard
+from tiers import examples
 
 
 def descend(seed: int, *, skip: bool, passes: int = 25, l1: float = 0.4) -> tuple[torch.Tensor, list[int]]:
@@ -40,7 +41,7 @@ def descend(seed: int, *, skip: bool, passes: int = 25, l1: float = 0.4) -> tupl
     return w, computed
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(seed=st.integers(0, 2**32))
 def test_to_skip_what_rests_for_that_same_gradient_changes_no_bit(seed: int) -> None:
     plain, skipped = descend(seed, skip=False)[0], descend(seed, skip=True)[0]

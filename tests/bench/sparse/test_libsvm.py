@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from commlib.bench.sparse.generate import Generated
 from commlib.bench.sparse.libsvm import BadFile, read
 from commlib.bench.sparse.rows import Rows
+from tiers import examples
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def test_a_file_without_examples_and_one_with_more_features_than_agreed_are_refu
         read(file, features=8)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 5))
 def test_what_is_written_is_read_back_and_shards_are_those_of_the_whole(
     tmp_path_factory: pytest.TempPathFactory, seed: int, count: int

@@ -15,6 +15,7 @@ from commlib.memory import MemoryStore
 from commlib.registry import make
 from commlib.route import resolve
 from commlib.simulate import exchange_once
+from tiers import examples
 
 ORDERS = ("magnitude", "fifo", "random")
 
@@ -30,7 +31,7 @@ def held(store: MemoryStore, slot: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(world=st.sampled_from([1, 2, 4]), n=st.integers(20, 500), seed=st.integers(0, 99))
 def test_sent_and_held_are_what_was_produced_exactly(order, world, n, seed):
     stores = [MemoryStore() for _ in range(world)]

@@ -21,6 +21,7 @@ from commlib.route import Route
 from commlib.simulate import exchange_once, run
 from commlib.slots import Memory
 from commlib.stats import Meter
+from tiers import examples
 
 MOMENTUM_FREE = {"dgc": "dgc:ratio=0.05,momentum=0", "topk": "topk:ratio=0.05", "randomk": "randomk:ratio=0.05"}
 ROUTES = [
@@ -70,7 +71,7 @@ def test_all_codecs_with_an_exchange_that_takes_stripes_go_between_nodes():
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(nodes=nodes, local=local, shape=shapes, seed=st.integers(0, 99))
 def test_all_ranks_end_with_the_same_finite_bytes(pair, nodes, local, shape, seed):
     results = exchange_once(route(pair), gradients(nodes * local, shape, seed), local=local)
@@ -79,7 +80,7 @@ def test_all_ranks_end_with_the_same_finite_bytes(pair, nodes, local, shape, see
 
 
 @pytest.mark.parametrize("pair", FEEDBACK)
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(nodes=nodes, local=local, shape=shapes, seed=st.integers(0, 99))
 def test_what_was_sent_and_what_is_pending_add_up_to_all_gradients(pair, nodes, local, shape, seed):
     size = nodes * local
@@ -174,7 +175,7 @@ def bucket(pairs: list[str], h: Hierarchy, seen: list[list[str]], seed: int) -> 
     return watched(), grads
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(nodes=st.integers(2, 3), local=local, pairs=st.lists(st.sampled_from(PAIRS), min_size=1, max_size=6))
 def test_layers_by_several_routes_in_one_bucket_meet_only_scopes_that_their_lane_has_a_group_for(nodes, local, pairs):
     table = tuple(tuple(range(n * local, (n + 1) * local)) for n in range(nodes))

@@ -21,6 +21,7 @@ from commlib.route import resolve
 from commlib.simulate import run
 from commlib.slots import Memory
 from commlib.stats import Meter
+from tiers import examples
 from toy import Meeting
 
 CPU = torch.device("cpu")
@@ -50,7 +51,7 @@ def watched(rounds: Rounds, meeting: Meeting, seen: list[set[str]]) -> Rounds:
 
 
 @pytest.mark.parametrize("name", BY_ROWS)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     nodes=st.integers(2, 3),
     local=st.integers(2, 3),

@@ -20,6 +20,7 @@ from commlib.route import Route
 from commlib.simulate import exchange_once, run
 from commlib.slots import Memory
 from commlib.stats import Meter
+from tiers import examples
 
 BLOCKS = "blocks:keep=0.3,staleness=4,block=16"  # several to a layer
 MOMENTUM_FREE = {"dgc": "dgc:ratio=0.05,momentum=0", "topk": "topk:ratio=0.05", "randomk": "randomk:ratio=0.05"}
@@ -64,7 +65,7 @@ def test_the_pairs_are_those_that_architecture_names():
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(world=worlds, shape=shapes, seed=st.integers(0, 99))
 def test_all_ranks_end_with_the_same_bytes(pair, world, shape, seed):
     results = exchange_once(_route(pair), gradients(world, shape, seed))
@@ -75,7 +76,7 @@ def test_all_ranks_end_with_the_same_bytes(pair, world, shape, seed):
 @pytest.mark.parametrize(
     "pair", [p for p in PAIRS if "residual" in make(p.split("@")[0]).slots(LayerSpec("x", (8, 8)))]
 )
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(world=worlds, shape=shapes, seed=st.integers(0, 99))
 def test_what_was_sent_and_what_is_pending_add_up_to_all_gradients(pair, world, shape, seed):
     stores = [MemoryStore() for _ in range(world)]

@@ -11,6 +11,7 @@ from commlib.compressor import LayerSpec, Memory
 from commlib.compressors.topk import TopK
 from commlib.feedback import ErrorFeedback
 from commlib.local.rules import SparseLoCo
+from tiers import examples
 
 
 def test_its_codec_is_64_of_every_4096_values_with_two_bits_each() -> None:
@@ -21,7 +22,7 @@ def test_its_codec_is_64_of_every_4096_values_with_two_bits_each() -> None:
     assert 4 * n / codec.nbytes(LayerSpec("w", (n,))) > 100
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.sampled_from(["topk:ratio=0.1,chunk=16", "onebit", "int8"]), st.sampled_from([0.5, 0.95]), st.integers(0, 99))
 def test_what_is_held_back_is_all_that_was_not_sent_each_decayed_by_its_age(spec: str, decay: float, seed: int) -> None:
     codec = registry.make(f"{spec},ef={decay}" if ":" in spec else f"{spec}:ef={decay}")

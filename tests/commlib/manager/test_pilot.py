@@ -19,6 +19,7 @@ from commlib.manager.pilot import Pilot
 from commlib.manager.sheet import Figures
 from commlib.overlap import Bucket, Pass, finish
 from commlib.price import Way, dense, factors, owners
+from tiers import examples
 
 P = 4
 
@@ -177,7 +178,7 @@ def test_a_route_that_loses_in_practice_is_taken_back(gbit_s: float, rebuild: fl
 SHAPES = st.lists(st.tuples(st.integers(10, 3000), st.integers(10, 3000)), min_size=1, max_size=6)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     SHAPES,
     st.integers(1, 512),

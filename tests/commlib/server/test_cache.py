@@ -16,6 +16,7 @@ from torch import Tensor
 from commlib.errors import PeerLost
 from commlib.server.cache import Cache
 from commlib.server.chunks import Chunk, Piece
+from tiers import examples
 
 CPU = torch.device("cpu")
 DEADLINE = 20.0
@@ -63,7 +64,7 @@ def order(rng: random.Random, keys: list[str], asked: set[str]) -> list[tuple[st
     return [("take", k) for k in some if k in asked] + [("push", k) for k in rng.sample(keys, len(keys))]
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(0, 1 << 32), st.integers(1, 6), st.integers(1, 9))
 def test_what_is_moved_is_what_it_was_in_any_order_and_a_deviation_is_noticed(
     seed: int, count: int, ahead: int

@@ -20,6 +20,7 @@ from commlib.finite import finite
 from commlib.server.cell import Cell
 from commlib.server.recipe import BY_ELEMENT, Recipe
 from commlib.server.replace import Replace
+from tiers import examples
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 
@@ -233,7 +234,7 @@ def kills(rule: Callable[[], Consistency], workers: int, rng: random.Random) -> 
     assert all(acknowledged[w] >= owner.included[w] for w in range(workers))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.sampled_from(["bsp", "ssp:1", "asp"]), st.integers(1, 3), st.integers(0, 1 << 32))
 def test_when_owners_die_no_acknowledged_push_is_lost_and_none_is_applied_twice(
     spec: str, workers: int, seed: int

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import commlib
+from cluster import Cluster
 from commlib.server import meeting
 
 COMMAND = [sys.executable, "-m", "commlib", "server"]
@@ -100,6 +101,21 @@ def test_shards_started_by_hand_serve_show_how_they_do_hand_over_at_ctrl_c_and_e
     assert all(len(line) < 140 for line in shown.splitlines())
     values = [p.detach() for p in model.parameters()]
     assert all(bool(v.isfinite().all()) for v in values)
+
+
+def test_status_shows_who_is_there(call: Call) -> None:
+    with Cluster(shards=1, workers=1) as cluster:
+        model = nn.Linear(30, 30)
+        with cluster.join(model, torch.optim.SGD(model.parameters(), lr=0.1), 0) as server:
+            model(torch.ones(2, 30)).sum().backward()
+            server.step()
+            code, out, err = call("server", "status", "--at", cluster.address, "--json")
+            shown = call("server", "status", "--at", cluster.address)[1]
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["state"] == "training"
+    assert sorted(members(found)) == ["shard", "worker"]
+    assert "worker-0" in shown
 
 
 @pytest.mark.parametrize(

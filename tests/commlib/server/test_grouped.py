@@ -25,6 +25,7 @@ from commlib.server.messages import Agreed, Moved, Send
 from commlib.server.ring import Ring
 from commlib.server.view import View, first
 from commlib.topology.topology import Topology
+from tiers import examples
 
 BASES = ("v[0:4]", "w[0:4]")
 SHAPE = 4
@@ -153,7 +154,7 @@ topologies = st.sampled_from(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(0, 2**31), topologies, st.integers(1, 6), st.booleans())
 def test_in_the_end_every_group_has_every_update_once(seed: int, topology: Topology, steps: int, views: bool) -> None:
     drawn = random.Random(seed)
@@ -174,7 +175,7 @@ def test_in_the_end_every_group_has_every_update_once(seed: int, topology: Topol
     assert net.values() == [wanted] * len(net.values())
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.integers(0, 2**31), topologies)
 def test_whoever_goes_is_not_waited_for_and_the_others_end_with_the_same(seed: int, topology: Topology) -> None:
     drawn = random.Random(seed)

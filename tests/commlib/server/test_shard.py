@@ -27,6 +27,7 @@ from commlib.server.messages import Ack, Message, Pull, Push, Send, Unknown, Val
 from commlib.server.ring import Ring
 from commlib.server.shard import Shard
 from commlib.server.view import View, first, following
+from tiers import examples
 
 KEYS = {f"w[{i}]": 8 for i in range(3)}
 WORKERS = 3
@@ -235,8 +236,7 @@ def test_without_deaths_every_push_is_applied_once_everywhere(spec: str, copies:
         assert cluster.at(at[0]).cells[key].values.tolist() == [(4**4 - 1) // 3] * WORKERS
 
 
-@pytest.mark.full
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.sampled_from(["bsp", "ssp:1", "ssp:3", "asp"]), st.integers(2, 3), st.integers(0, 1 << 32), CODINGS)
 def test_when_shards_die_or_seem_to_or_come_every_push_is_applied_once(
     spec: str, copies: int, seed: int, coding: Coding | None
@@ -271,8 +271,7 @@ def test_keys_that_only_a_dead_shard_knew_are_asked_for_and_told() -> None:
     assert asked
 
 
-@pytest.mark.full
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.sampled_from(["bsp", "ssp:1", "asp"]), st.integers(1, 2), st.integers(0, 1 << 32), CODINGS)
 def test_when_workers_die_and_come_back_nothing_acknowledged_is_lost_and_nothing_applied_twice(
     spec: str, copies: int, seed: int, coding: Coding | None

@@ -33,6 +33,7 @@ from commlib.frame import DTYPES
 from commlib.server.cell import Cell
 from commlib.server.recipe import BY_ELEMENT, Recipe
 from commlib.server.snapshot import SnapshotFailed, load, save
+from tiers import examples
 
 ABOUT = {"fingerprint": "a model's", "clock": 3, "time": 1.5}
 RECIPES = {
@@ -78,7 +79,7 @@ def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.sampled_from(sorted(RECIPES)), st.integers(0, 4), st.integers(0, 6))
 def test_a_cell_from_a_snapshot_goes_on_as_the_one_that_was_saved(recipe: str, steps: int, n: int) -> None:
     book, other = cell(recipe, steps, n), cell(recipe, 0, n)
@@ -210,7 +211,7 @@ def mutated(rng: random.Random, signed: bool) -> bytes:
     return bytes(held)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.integers(0, 1 << 32), st.booleans())
 def test_whatever_the_bytes_it_is_a_snapshot_an_older_one_or_a_named_error(seed: int, signed: bool) -> None:
     with TemporaryDirectory() as name:

@@ -16,19 +16,20 @@ from commlib.compressors.kernels.bits import elias_fano_nbytes
 from commlib.compressors.kernels.choice import Kernels
 from commlib.slots import Carry
 from loops import LOOPS, PLAIN, Loop, check_decoding, check_encoding, encoded, same, two_means, vectors
+from tiers import examples
 
 COMPILED = cast(Kernels, numba_cpu)
 
 
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
-@settings(max_examples=60, deadline=None)  # the first example compiles
+@settings(max_examples=examples(60), deadline=None)  # the first example compiles
 @given(x=vectors(), carried=st.booleans())
 def test_encodes_what_the_reference_does_and_keeps_what_it_keeps(loop: Loop, x: Tensor, carried: bool) -> None:
     check_encoding(COMPILED, loop, x, carried)
 
 
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(x=vectors(), ranks=st.integers(1, 3), add=st.booleans(), scale=st.sampled_from([1.0, -1.0, 1 / 3]))
 def test_decodes_what_the_reference_does_for_any_number_of_ranks(
     loop: Loop, x: Tensor, ranks: int, add: bool, scale: float
@@ -36,7 +37,7 @@ def test_decodes_what_the_reference_does_for_any_number_of_ranks(
     check_decoding(COMPILED, loop, x, ranks, add, scale)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(x=vectors(), share=st.sampled_from([0, 0.0005, 0.01, 0.1, 0.3, 0.9, 1]), carried=st.booleans())
 def test_takes_the_largest_that_the_reference_takes(x: Tensor, share: float, carried: bool) -> None:
     k = min(len(x), -(-int(share * 10000) * len(x) // 10000))
@@ -49,7 +50,7 @@ def test_takes_the_largest_that_the_reference_takes(x: Tensor, share: float, car
     assert same(kept, left)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data(), n=st.one_of(st.integers(1, 300), st.integers(1, 10**12)))
 def test_codes_places_as_the_reference_does(data: st.DataObject, n: int) -> None:
     some = sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=1, max_size=100)))
@@ -69,7 +70,7 @@ def test_places_are_within_the_layer_whatever_the_bytes_are(data: bytes, k: int)
     assert 0 <= places.min() <= places.max() < 100
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(x=vectors(), r=st.integers(1, 5), repeated=st.booleans())
 def test_makes_the_orthonormal_basis_that_the_reference_makes(x: Tensor, r: int, repeated: bool) -> None:
     p = x[: len(x) // r * r].view(-1, r).clone()
@@ -105,7 +106,7 @@ def test_takes_the_largest_of_what_a_sample_says_little_about() -> None:
             assert torch.equal(COMPILED.largest(x, k)[0], PLAIN.largest(x, k)[0])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     g=vectors(),
     m=st.floats(0, 0.999),

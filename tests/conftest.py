@@ -53,8 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if exitstatus == pytest.ExitCode.TESTS_FAILED:  # somebody may want to look at it
-        session.config.stash.pop(_FOLDER, None)
+    if exitstatus == pytest.ExitCode.TESTS_FAILED and _FOLDER in session.config.stash:
+        del session.config.stash[_FOLDER]  # somebody may want to look at it
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

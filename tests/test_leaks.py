@@ -44,8 +44,8 @@ def test_clean_up():
 
 def test_leaks_fail_the_test_that_made_them(tmp_path: Path) -> None:
     conftest = (Path(__file__).parent / "conftest.py").read_text(encoding="utf-8")
-    (tmp_path / "conftest.py").write_text(conftest.replace("_PATIENCE = 5.0", "_PATIENCE = 0.5"), encoding="utf-8")
-    for module in ("fleet.py", "leaks.py", "turns.py", "warm.py"):
+    (tmp_path / "conftest.py").write_text(conftest.replace("_PATIENCE = 60.0", "_PATIENCE = 1.5"), encoding="utf-8")
+    for module in ("fleet.py", "leaks.py", "tiers.py", "turns.py", "warm.py"):
         shutil.copy(Path(__file__).parent / module, tmp_path)
     (tmp_path / "test_leaks.py").write_text(LEAKS)
     assert shutil.which("cat")

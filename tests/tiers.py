@@ -30,7 +30,7 @@ LIMIT_S = 5.0
 LONGER: dict[str, str] = {
     "tests/test_leaks.py::test_leaks_fail_the_test_that_made_them": "it waits for what does not go away, three times",
     "tests/commlib/pipeline/test_hetpipe.py::"
-    "test_with_no_distance_two_pipelines_compute_what_one_process_does_to_the_last_bit": "it starts a server for each stage",
+    "test_with_no_distance_two_pipelines_compute_what_one_process_does_to_the_last_bit": "a server for each stage",
 }
 """Test without its parameters → why it takes longer. At most twenty."""
 

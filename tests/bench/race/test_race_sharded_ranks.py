@@ -59,7 +59,7 @@ class Old(Sharded):
 
 def run(*contenders: Contender) -> dict[str, Row]:
     job = Job("gpt-small", contenders, 1, 4, None, "gloo", None)
-    schedule = Schedule([c.name for c in contenders], 1, 1, 10.0, 60.0, 60.0)
+    schedule = Schedule([c.name for c in contenders], 1, 1, 10.0, 200.0, 200.0)
     result = race(Here(2), job, schedule, lambda visit, s: None)
     assert result is not None
     return {str(r["route"]): r for r in rows(result[0], contenders, model="gpt-small", parameters=VALUES)}

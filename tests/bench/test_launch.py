@@ -86,7 +86,7 @@ def test_ranks_that_hang_are_ended_in_time() -> None:
     before = children()
     with pytest.raises(TimeoutError, match="rank 0 gave no result in time; all ranks were ended"):
         run_ranks(hang, 1, timeout=0.5)  # or it would wait until pytest's own deadline
-    assert children() == before
+    assert children().keys() <= before.keys()
 
 
 def test_sigterm_is_itself_again_afterwards() -> None:

@@ -11,7 +11,12 @@ from pathlib import Path
 LEAKS = """
 import multiprocessing as mp, socket, subprocess, sys, threading
 
+import conftest
+
 kept = []
+
+def setup_function(function):  # what goes by itself has time for it, what stays is not waited for
+    conftest._PATIENCE = 0.5 if function in (test_socket, test_thread, test_child) else 60.0
 
 def test_clean():
     with socket.create_server(("127.0.0.1", 0)):
@@ -43,9 +48,7 @@ def test_clean_up():
 
 
 def test_leaks_fail_the_test_that_made_them(tmp_path: Path) -> None:
-    conftest = (Path(__file__).parent / "conftest.py").read_text(encoding="utf-8")
-    (tmp_path / "conftest.py").write_text(conftest.replace("_PATIENCE = 60.0", "_PATIENCE = 1.5"), encoding="utf-8")
-    for module in ("fleet.py", "leaks.py", "tiers.py", "turns.py", "warm.py"):
+    for module in ("conftest.py", "fleet.py", "leaks.py", "tiers.py", "turns.py", "warm.py"):
         shutil.copy(Path(__file__).parent / module, tmp_path)
     (tmp_path / "test_leaks.py").write_text(LEAKS)
     assert shutil.which("cat")

@@ -43,7 +43,7 @@ class Guest:
         return not select.select([self.out], [], [], 0.3)[0]
 
     def leave(self) -> None:
-        self.process.communicate(b"\n", timeout=20)
+        self.process.communicate(b"\n", timeout=120)
 
 
 @pytest.fixture

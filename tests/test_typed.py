@@ -45,7 +45,7 @@ def mypy(python: Path, folder: Path) -> dict[int, str]:
     pytest.importorskip("mypy", reason="pip install mypy")
     options = ["--strict", "--config-file=", "--no-error-summary", "--cache-dir", str(folder / "cache")]
     command = [sys.executable, "-m", "mypy", *options, "--python-executable", str(python), CONSUMER.name]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=390)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     found = re.findall(rf"^{re.escape(CONSUMER.name)}:(\d+): error: (.*)$", done.stdout, flags=re.MULTILINE)
     assert len(found) == done.stdout.count(": error: "), done.stdout  # none is in commlib itself
@@ -58,7 +58,7 @@ def pyright(python: Path, folder: Path) -> dict[int, str]:
     (folder / "pyrightconfig.json").write_text(json.dumps({"include": [CONSUMER.name], "typeCheckingMode": "strict"}))
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", str(python), "-p", "."]
     env = {**os.environ, "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=390)
     if done.returncode not in (0, 1) or not done.stdout.startswith("{"):  # no node, or nowhere to get it from
         pytest.skip(f"pyright does not run here: {done.stderr.strip()[-200:]}")
     said = json.loads(done.stdout)["generalDiagnostics"]

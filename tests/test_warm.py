@@ -42,7 +42,7 @@ def test_ranks_have_their_environment_threads_session_and_the_parents_output(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MINE", "now")  # later than the server may have started
-    found = run_ranks(says, 2, env=lambda rank: {"OMP_NUM_THREADS": str(rank + 1)}, timeout=60)
+    found = run_ranks(says, 2, env=lambda rank: {"OMP_NUM_THREADS": str(rank + 1)}, timeout=300)
     for rank, (env, threads, argv, session) in enumerate(found):
         assert env == {"RANK": str(rank), "OMP_NUM_THREADS": str(rank + 1), "MINE": "now", **_test()}
         assert (threads, argv, session) == (rank + 1, "-c", 0)
@@ -52,7 +52,7 @@ def test_ranks_have_their_environment_threads_session_and_the_parents_output(
 
 def test_how_it_ended_is_known() -> None:
     with pytest.raises(RankFailed, match="rank 0 was killed by SIGKILL"):
-        run_ranks(dies, 1, (int(signal.SIGKILL),), timeout=60)
+        run_ranks(dies, 1, (int(signal.SIGKILL),), timeout=300)
     with pytest.raises(TimeoutError):
         run_ranks(hangs, 1, timeout=0.2)
 
@@ -78,7 +78,7 @@ def test_to_wait_for_it_has_an_end() -> None:
     finally:
         os.close(ours)
         os.close(theirs)
-        rank.wait(20)
+        rank.wait(120)
     assert rank.returncode == 1
 
 

@@ -103,9 +103,13 @@ class WiredStore:
 
 @contextlib.contextmanager
 def groups(
-    size: int, *, seconds: float = 20.0, store: Any = None, options: Sequence[Options] | None = None
+    size: int, *, seconds: float = 60.0, store: Any = None, options: Sequence[Options] | None = None
 ) -> Iterator[list[ZmqGroup]]:
-    """One process group's ranks, each to be used by a thread of its own (:func:`each`)."""
+    """One process group's ranks, each to be used by a thread of its own (:func:`each`).
+
+    Args:
+        seconds: to find each other, and of every call until :func:`set_deadline` says otherwise.
+    """
     given = store or new_store()
 
     def join(rank: int) -> ZmqGroup:
@@ -123,6 +127,12 @@ def groups(
         yield made
     finally:
         each(made, lambda group: group.shutdown())
+
+
+def set_deadline(ranks: Sequence[ZmqGroup], seconds: float) -> None:
+    """Of the calls of these ranks from now on."""
+    for group in ranks:
+        group.set_timeout(datetime.timedelta(seconds=seconds))
 
 
 def each(ranks: Sequence[Any], job: Callable[[Any], T]) -> list[T]:

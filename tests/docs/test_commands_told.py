@@ -86,9 +86,12 @@ def test_keys(tell: Story, run: Run, reader: Path):
 
 
 @pytest.fixture
-def at() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as s:
-        return f"127.0.0.1:{s.getsockname()[1]}"
+def at() -> Iterator[str]:
+    """Where a server may listen. The port stays bound, as one that listens may share: so nobody else is given it."""
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        s.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{s.getsockname()[1]}"
 
 
 @contextlib.contextmanager

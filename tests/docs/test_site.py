@@ -36,7 +36,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Read:
     with (ROOT / "build/site.lock").open("w") as lock:  # another worker of the tests would make the links anew
         fcntl.flock(lock, fcntl.LOCK_EX)
         subprocess.run(["make", "types"], cwd=ROOT, check=True, capture_output=True)
-        done = subprocess.run(build, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+        done = subprocess.run(build, cwd=ROOT, env=env, capture_output=True, text=True, timeout=390)
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
     return lambda page: (folder / page).read_text()

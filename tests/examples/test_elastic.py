@@ -70,6 +70,6 @@ def test_a_killed_worker_changes_nothing_and_other_ranks_may_go_on(
 @pytest.mark.full
 def test_attempts_that_would_share_a_store_are_told_before_they_begin(tmp_path: Path) -> None:
     env = {**os.environ, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
-    done = subprocess.run([sys.executable, SCRIPT, tmp_path], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, SCRIPT, tmp_path], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun" in done.stderr

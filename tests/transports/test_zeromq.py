@@ -19,6 +19,7 @@ from commlib.endpoint import Endpoint
 from commlib.errors import AuthenticationError, CommlibError, PeerLost
 from commlib.frame import Frame, Limits, encode
 from commlib.keys import KeyPair
+from commlib.transports import watch
 from commlib.transports.zeromq import ZeroMQ
 from wires import Wire
 
@@ -33,16 +34,27 @@ def two(**options: object) -> Iterator[tuple[Endpoint, Endpoint]]:
         yield a, b
 
 
+def refuses(b: Endpoint, peer: int | None, said: str, frames: int = 1) -> None:
+    """Nothing comes, and meanwhile so many frames are refused; a minute is for a machine with much else to do."""
+    end = time.monotonic() + 60
+    while True:
+        with pytest.raises(PeerLost, match=said):
+            b.recv(peer, timeout=0.2)
+        if b.refused >= frames:
+            return
+        assert time.monotonic() < end, f"{b.refused} frames were refused, not {frames}"
+
+
 @contextlib.contextmanager
 def two_with_keys() -> Iterator[tuple[ZeroMQ, ZeroMQ]]:
     with ZeroMQ(0, keys=MINE, allowed=[YOURS.public]) as a, ZeroMQ(1, keys=YOURS, allowed=[MINE.public]) as b:
         a.connect(1, b.address, key=YOURS.public)
         b.connect(0, a.address, key=MINE.public)
         a.send(1, clock=1)
-        assert b.recv(0, timeout=10).clock == 1
+        assert b.recv(0, timeout=60).clock == 1
         yield a, b
         a.send(1, clock=2)  # whatever was tried, it goes on
-        assert b.recv(0, timeout=10).clock == 2
+        assert b.recv(0, timeout=60).clock == 2
 
 
 def test_beyond_this_machine_it_wants_keys_or_to_be_told_that_none_are_wanted(caplog: pytest.LogCaptureFixture) -> None:
@@ -101,20 +113,21 @@ def test_one_who_may_send_may_not_do_so_as_another_rank() -> None:
     with ZeroMQ(1, keys=YOURS, allowed=guests) as b, ZeroMQ(0, keys=STRANGERS) as pretender:
         b.connect(0, "tcp://127.0.0.1:9", key=MINE.public)
         pretender.connect(1, b.address, key=YOURS.public)
-        with pytest.raises(PeerLost, match="it has never said hello"):
-            b.recv(0, timeout=1)
+        refuses(b, 0, "it has never said hello")
         assert b.refused == 1
+        pretender.close(0.1)
         b.close(0.1)
     with ZeroMQ(1, keys=YOURS, allowed=guests) as b, ZeroMQ(0, keys=STRANGERS) as pretender:
         pretender.connect(1, b.address, key=YOURS.public)
         pretender.send(1)
-        b.recv(0, timeout=10)
+        b.recv(0, timeout=60)
         with pytest.raises(AuthenticationError, match="what said hello as rank 0 has key"):
             b.connect(0, "tcp://127.0.0.1:9", key=MINE.public)
+        pretender.close(0.1)
 
 
 def _send_until_told(stranger: Endpoint, b: Endpoint) -> None:
-    for _ in range(100):
+    for _ in range(300):  # a minute
         stranger.send(1, clock=99)
         with pytest.raises(PeerLost, match="nothing came from rank 5: it has never said hello"):
             b.recv(5, timeout=0.2)
@@ -132,7 +145,7 @@ def test_a_server_with_another_key_than_was_told_gets_nothing() -> None:
 def test_one_that_speaks_http_and_one_that_floods_disturb_nobody() -> None:
     with two() as (a, b):
         host, _, port = b.address.removeprefix("tcp://").rpartition(":")
-        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=5) as tcp:
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=60) as tcp:
             tcp.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 1000)
         context = zmq.Context()
         flood = context.socket(zmq.DEALER)
@@ -141,10 +154,8 @@ def test_one_that_speaks_http_and_one_that_floods_disturb_nobody() -> None:
             flood.send_multipart([b"cml\x01" + bytes([i % 256]), bytes(100)])
         for clock in range(10):
             a.send(1, clock=clock)
-        assert [b.recv(0, timeout=20).clock for _ in range(10)] == list(range(10))
-        with pytest.raises(PeerLost):
-            b.recv(0, timeout=0.5)
-        assert b.refused > 0
+        assert [b.recv(0, timeout=60).clock for _ in range(10)] == list(range(10))
+        refuses(b, 0, "nothing came")
         context.destroy(0)
 
 
@@ -154,12 +165,12 @@ def test_connections_of_hosts_that_are_none_of_the_peers_end_at_once_however_man
         a.connect(1, b.address)
         b.connect(0, a.address)
         a.send(1, clock=1)
-        assert b.recv(0, timeout=10).clock == 1
+        assert b.recv(0, timeout=60).clock == 1
         host, _, port = b.address.removeprefix("tcp://").rpartition(":")
         held = len(os.listdir("/proc/self/fd"))
         with contextlib.ExitStack() as stack:
             strangers = [
-                stack.enter_context(socket.create_connection((host, int(port)), 5, ("127.0.0.9", 0)))
+                stack.enter_context(socket.create_connection((host, int(port)), 60, ("127.0.0.9", 0)))
                 for _ in range(300)
             ]
             assert {s.recv(1) for s in strangers} == {b""}, "one heard a greeting"
@@ -168,9 +179,10 @@ def test_connections_of_hosts_that_are_none_of_the_peers_end_at_once_however_man
             stranger.connect(1, b.address)
             stranger.send(1, clock=5)
             a.send(1, clock=2)
-            assert b.recv(timeout=10).clock == 2
+            assert b.recv(timeout=60).clock == 2
             with pytest.raises(PeerLost, match="nothing came from any rank"):
                 b.recv(timeout=0.5)
+            stranger.close(0.1)
 
 
 @pytest.mark.parametrize("bad", ["a name", "10.0.0.1/24", "10.0.0.300", ""])
@@ -188,15 +200,14 @@ def test_a_frame_that_is_sent_again_is_refused_on_another_connection_and_ends_it
         sent = [encode(Frame("hello", 0, keys=("",), session=7)), encode(Frame("data", 0, 1, clock=5, session=7))]
         for buffers in sent:
             ways[0].send_multipart(buffers)
-        assert b.recv(0, timeout=10).clock == 5
+        assert b.recv(0, timeout=60).clock == 5
         for buffers in [*sent, encode(Frame("data", 0, 2, session=8))]:  # and one of a mark that was guessed
             ways[1].send_multipart(buffers)
-        with pytest.raises(PeerLost, match="nothing came"):
-            b.recv(0, timeout=0.5)
+        refuses(b, 0, "nothing came", frames=3)
         assert b.refused == 3
         ways[0].send_multipart(sent[1])
         with pytest.raises(PeerLost, match="frame 1 once more, where 2 is due"):
-            b.recv(0, timeout=10)
+            b.recv(0, timeout=60)
     context.destroy(0)
 
 
@@ -205,8 +216,8 @@ def test_a_bad_frame_is_refused_and_takes_no_credit() -> None:
         for _ in range(50):
             with pytest.raises(ValueError, match="float32 of shape"):
                 a.send(1, dtype="float32", shape=(9,), parts=(bytes(3000),))
-        a.send(1, clock=5, timeout=5)
-        assert b.recv(0, timeout=10).clock == 5
+        a.send(1, clock=5, timeout=60)
+        assert b.recv(0, timeout=60).clock == 5
 
 
 def test_a_peer_that_heeds_no_credit_is_named() -> None:
@@ -224,7 +235,7 @@ def test_a_peer_that_heeds_no_credit_is_named() -> None:
 
 def _take_all(b: Endpoint) -> None:
     for _ in range(200):
-        b.recv(0, timeout=10)
+        b.recv(0, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -244,10 +255,11 @@ def test_what_a_peer_must_not_send_is_told_by_name(buffers: list[bytes], said: s
         way.connect(b.address)
         way.send_multipart(encode(Frame("hello", 0, keys=("",), session=7)))
         way.send_multipart(buffers)
+        seconds = 60.0
         if "2000 bytes" in said:  # ZeroMQ ends the connection before it is read
-            said = "nothing came from rank 0"
+            said, seconds = "nothing came from rank 0", 2.0
         with pytest.raises(PeerLost, match=said):
-            b.recv(0, timeout=2)
+            b.recv(0, timeout=seconds)
     context.destroy(0)
 
 
@@ -257,10 +269,10 @@ def test_after_a_cut_of_an_idle_wire_all_goes_on_and_of_a_busy_one_nothing_is_lo
         b.connect(0, a.address)
         for i in range(3):  # idle: all that was sent has come
             a.send(1, clock=i)
-            assert b.recv(0, timeout=10).clock == i
+            assert b.recv(0, timeout=60).clock == i
             wire.cut()
         a.send(1, clock=3)
-        assert b.recv(0, timeout=10).clock == 3
+        assert b.recv(0, timeout=60).clock == 3
         came, clock = [], 0
         with contextlib.suppress(PeerLost):
             for clock in range(4, 400):
@@ -271,8 +283,8 @@ def test_after_a_cut_of_an_idle_wire_all_goes_on_and_of_a_busy_one_nothing_is_lo
         assert came == list(range(4, 4 + len(came)))
 
 
-@pytest.mark.full
-def test_a_peer_that_died_is_named_long_before_the_deadline() -> None:
+def test_a_peer_that_died_is_named_long_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "GRACE_S", 1.0)
     script = (
         "import sys, commlib\n"
         "from commlib.transports.zeromq import ZeroMQ\n"
@@ -283,16 +295,14 @@ def test_a_peer_that_died_is_named_long_before_the_deadline() -> None:
         "end.send(0, clock=1)\n"
         "end.recv(0)\n"
     )
-    with ZeroMQ(0, timeout=60) as a:
+    with ZeroMQ(0, timeout=600) as a:  # longer than pytest waits
         with subprocess.Popen([sys.executable, "-c", script, a.address], stdout=subprocess.PIPE, text=True) as other:
             assert other.stdout is not None
             a.connect(1, other.stdout.readline().strip())
             a.send(1)
             assert a.recv(1).clock == 1
             other.kill()
-        began = time.monotonic()
-        with pytest.raises(PeerLost, match="rank 1 is gone: its connection ended, and it has taken no new one"):
+        with pytest.raises(PeerLost, match="rank 1 is gone: its connection ended, and it has taken no new one for 1 s"):
             a.recv(1)
         with pytest.raises(PeerLost, match="rank 1 is gone"):
             a.send(1)
-        assert time.monotonic() - began < 15

@@ -27,6 +27,7 @@ OWN = """
 def layers():
     return [("a.weight", (400, 500)), ("b.weight", (300, 512)), ("b.bias", (300,))]
 """
+TIME_ENOUGH = "600"  # seconds: no visit is left out, however busy the machine is
 LAYERS = [("a.weight", (400, 500)), ("b.weight", (300, 512)), ("b.bias", (300,))]
 BYTES = ["accounted_bytes", "socket_bytes", "overhead", "interface_bytes", "dense_bytes", "times_fewer"]
 SECONDS = ["compress_s", "wire_s", "decompress_s", "step_s", "spread", "wire_gbit_s", "of_line", "vs_dense"]
@@ -53,6 +54,7 @@ def run(*args: str) -> tuple[str, str]:
 
 def test_figures_of_two_ranks_as_json_and_kept(own: Path) -> None:
     command = ["--model", "exchange_own:layers", "--codec", "onebit", "--codec", "powersgd:rank=4", "--rounds", "2"]
+    command += ["--seconds", TIME_ENOUGH]
     out, err = run(*command, "--exchange", "gather", "--exchange", "low_rank", "--json", "--save", str(own / "kept"))
     lines = [json.loads(x) for x in out.splitlines()]
     assert all(list(x)[3:] == COLUMNS for x in lines)
@@ -94,7 +96,7 @@ def test_time_that_is_over_is_said_and_the_baseline_is_measured_nevertheless(bac
 def test_a_pair_that_cannot_be_attached_is_left_out_and_the_rest_goes_on() -> None:
     pairs = [BASELINE, Pair("onebit", "low_rank"), Pair("onebit", "gather")]
     with place(2, None, None) as where:
-        outcome, error = measure(where, Job(Setting(LAYERS, steps=1), pairs, 2, 60.0, "gloo"))
+        outcome, error = measure(where, Job(Setting(LAYERS, steps=1), pairs, 2, float(TIME_ENOUGH), "gloo"))
     assert error is None
     assert outcome is not None
     assert list(outcome.left_out) == [pairs[1]]
@@ -108,7 +110,7 @@ def test_a_host_that_dies_ends_it_but_not_the_figures_until_then(no_lab: str | N
         pytest.skip(no_lab)
     with place(None, 2, "1gbit") as where:
         assert isinstance(where, InLab)
-        job = Job(Setting(LAYERS, steps=1), [BASELINE, Pair("onebit", "gather")], 50, 100.0, "gloo")
+        job = Job(Setting(LAYERS, steps=1), [BASELINE, Pair("onebit", "gather")], 50, float(TIME_ENOUGH), "gloo")
 
         def power_cut(doing: Doing) -> None:
             if doing.number == 2:
@@ -135,6 +137,7 @@ def test_under_torchrun_rank_0_prints() -> None:
     script.write_text("import typer\nfrom commlib.bench.exchange.command import exchange\ntyper.run(exchange)\n")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     options = ["--model", "exchange_own:layers", "--codec", "fp16@dense", "--rounds", "1", "--json"]
+    options += ["--seconds", TIME_ENOUGH]
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run([*torchrun, *options], capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr

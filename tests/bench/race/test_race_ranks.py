@@ -86,15 +86,25 @@ PLACED = Contender("placed:head+blocks.*.mlp.*", "commlib", True)
 ONEBIT = Contender("onebit", "commlib", False)
 
 
+PATIENCE_S = 200.0
+"""For a visit that comes to an end, on a machine with much else to do."""
+
+
+@dataclasses.dataclass
+class Hasty(Schedule):
+    """Who is made to hang has not long to do so."""
+
+    def limit_s(self, name: str) -> float:
+        return 15.0 if name.startswith("hang") else super().limit_s(name)
+
+
 def bad(name: str, exact: bool = False) -> Contender:
     return Bad(name, "commlib", exact)
 
 
-def run(
-    *contenders: Contender, backward_s: float | None = None, rounds: int = 1, limit_s: float = 20.0
-) -> dict[str, Row]:
+def run(*contenders: Contender, backward_s: float | None = None, rounds: int = 1) -> dict[str, Row]:
     job = Job("gpt-small", [DDP, *contenders], 1, 4, backward_s, "gloo", None)
-    schedule = Schedule([c.name for c in job.contenders], rounds, 1, 10.0, 60.0, limit_s)
+    schedule = Hasty([c.name for c in job.contenders], rounds, 1, 10.0, PATIENCE_S, PATIENCE_S)
     result = race(Here(2), job, schedule, lambda visit, s: None)
     assert result is not None
     done, line = result
@@ -133,20 +143,20 @@ def test_right_and_wrong_routes_are_told_apart(backward_s: float | None) -> None
 
 
 def test_a_limit_holds_up_commlibs_contender_and_a_hierarchy_on_one_node_is_flat_and_says_so() -> None:
-    seen = run(dataclasses.replace(NONE, limit="100mbit", hierarchy=True), backward_s=0.0, limit_s=60.0)
+    seen = run(dataclasses.replace(NONE, limit="100mbit", hierarchy=True), backward_s=0.0)
     row, values = seen["none"], 664_704
     assert (row["status"], row["limit"], row["levels"]) == ("ok", "100mbit", "flat: all ranks (2) are on one node")
-    assert float(str(row["step_s"])) > 0.9 * RateLimit(100).seconds(4 * values)  # 2(P−1)/P of the gradient is one
+    limit = RateLimit(100)  # 2(P−1)/P of the gradient is one; a burst of it may leave at once
+    assert float(str(row["step_s"])) >= limit.seconds(4 * values - limit.at_once)
     assert (seen["ddp"]["limit"], seen["ddp"]["levels"]) == (None, None)
 
 
 @pytest.mark.full
 def test_who_hangs_or_dies_is_named_and_the_run_goes_on() -> None:
-    # New ranks start after each, and on busy cores take their time: 25 s were too few for them once.
-    seen = run(bad("die"), bad("hang-one"), bad("hang-all"), ONEBIT, limit_s=50.0)
+    seen = run(bad("die"), bad("hang-one"), bad("hang-all"), ONEBIT)
     assert seen["die"]["status"] == "rank 1 was killed by SIGKILL (out of memory?)"
     assert "hung" in str(seen["hang-one"]["status"])
-    assert "hung" in str(seen["hang-all"]["status"])
+    assert seen["hang-all"]["status"] == "hung, no end after 15 s"
     assert (seen["ddp"]["status"], seen["onebit"]["status"]) == ("ok", "ok")
     assert seen["onebit"]["loss_ok"] is True
     assert seen["die"]["steps"] == 0
@@ -155,13 +165,13 @@ def test_who_hangs_or_dies_is_named_and_the_run_goes_on() -> None:
 def test_without_the_baseline_there_is_nothing_to_compare() -> None:
     job = Job("gpt-small", [bad("die"), ONEBIT], 1, 4, None, "gloo", None)
     with pytest.raises(BaselineFailed, match="killed by SIGKILL"):
-        race(Here(2), job, Schedule(["die", "onebit"], 1, 1, 10.0, 60.0, 20.0), lambda visit, s: None)
+        race(Here(2), job, Schedule(["die", "onebit"], 1, 1, 10.0, PATIENCE_S, PATIENCE_S), lambda visit, s: None)
 
 
 def test_ranks_that_cannot_even_start_are_an_error() -> None:
     job = Job("gpt-small", [DDP], 1, 4, None, "no-such-backend", None)
     with pytest.raises(RankFailed, match="failed"):
-        race(Here(2), job, Schedule(["ddp"], 1, 1, 10.0, 60.0, 20.0), lambda visit, s: None)
+        race(Here(2), job, Schedule(["ddp"], 1, 1, 10.0, PATIENCE_S, PATIENCE_S), lambda visit, s: None)
 
 
 def test_the_watchdog_says_who_hangs_where_no_parent_does() -> None:

@@ -17,9 +17,14 @@ from commlib.exchange.item import World
 from commlib.handshake import store_of
 from fleet import Fleet, RankFailed
 
+PATIENCE_S = 3.0
+"""It lapses for the rank that is stopped; the others are there."""
+
 
 def measure_twice(world: World) -> list[Ring | None]:
-    return [measure_ring(0.05), measure_ring(0.1)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring, "_TAIL_S", 2.0)  # a rank may be late
+        return [measure_ring(0.05), measure_ring(0.1)]
 
 
 def one_cannot_listen(world: World) -> None:
@@ -31,7 +36,7 @@ def one_cannot_listen(world: World) -> None:
 
 def one_does_not_come(world: World) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ring, "_LATE_S", 1.0)
+        patch.setattr(ring, "_LATE_S", 3.0)
         if world.rank == 2:
             return "elsewhere"
         with pytest.raises(PeerLost) as e:
@@ -45,7 +50,7 @@ def one_leaves(world: World) -> str:
         if world.rank == 1:
             patch.setattr(ring, "ticks", leave)
         try:
-            measure_ring(0.2, patience=2.0)
+            measure_ring(0.2, patience=PATIENCE_S)
         except (PeerLost, KeyError) as e:
             return f"{type(e).__name__}: {e}"
     return "no error"
@@ -71,7 +76,7 @@ def one_is_stopped(world: World) -> tuple[str, int | None]:
             store.set("pid", str(os.getpid()))
             patch.setattr(ring, "ticks", stop)
         try:
-            measure_ring(0.2, patience=2.0)
+            measure_ring(0.2, patience=PATIENCE_S)
         except PeerLost as e:
             error = e
     if world.rank == 2:
@@ -87,7 +92,7 @@ def test_every_rank_has_the_same_figures(fleet: Fleet, ranks: int) -> None:
     first, *others = fleet.run(ranks, measure_twice)
     assert others == [first] * (ranks - 1)
     for found in first:
-        assert found.gbit_s > 0.01
+        assert found.gbit_s > 0
         assert found.cores is None or 0 < found.cores <= 1
 
 
@@ -102,7 +107,7 @@ def test_a_rank_that_cannot_listen_is_named_on_every_rank(fleet: Fleet) -> None:
 
 
 def test_a_rank_that_does_not_come_is_named_by_all_others(fleet: Fleet) -> None:
-    words = "no stream of all 3 ranks at once: rank 2 did not say within 1 s how its listening went"
+    words = "no stream of all 3 ranks at once: rank 2 did not say within 3 s how its listening went"
     assert fleet.run(3, one_does_not_come) == [words, words, "elsewhere"]
 
 
@@ -117,7 +122,7 @@ def test_a_rank_that_is_stopped_in_mid_stream_is_named_by_all_others_before_it_i
     first, _, last = fleet.run(3, one_is_stopped)
     for said, rank in (first, last):
         assert rank == 1
-        assert "rank 1 did not say within 4.95 s how its streaming went" in said
+        assert "rank 1 did not say within 6.95 s how its streaming went" in said
         assert "rank 2 could not receive from rank 1: timed out" in said
 
 

@@ -29,7 +29,7 @@ def rows() -> Rows:
 
 
 def plan(rows: Rows, **options: object) -> Plan:
-    base = Plan(features=rows.features, examples=len(rows), l1=1.5, blocks=6, timeout=20.0)
+    base = Plan(features=rows.features, examples=len(rows), l1=1.5, blocks=6, timeout=120.0)
     return dataclasses.replace(base, **options)  # type: ignore[arg-type]
 
 
@@ -162,7 +162,7 @@ def test_a_plan_that_cannot_be_says_why(rows: Rows, options: dict[str, object], 
 
 
 def test_a_worker_without_examples_is_a_mistake_that_the_server_hears_of(rows: Rows) -> None:
-    one = plan(rows, servers=1, workers=1, timeout=5.0)
+    one = plan(rows, servers=1, workers=1)
     server, worker = InThreads(0), InThreads(1)
     with pytest.raises(ValueError, match="rank 1 is a worker, and has no examples"):
         play(worker, one, [server.address, worker.address], None)
@@ -183,7 +183,7 @@ def push(keys: list[int], g: list[float], u: list[float], again: list[int] | Non
     ],
 )
 def test_a_server_refuses_what_is_no_push_and_says_of_whom(rows: Rows, contents: list[Content], said: str) -> None:
-    one = plan(rows, servers=1, workers=1, blocks=1, timeout=5.0)
+    one = plan(rows, servers=1, workers=1, blocks=1)
     server = InThreads(0)
     with InThreads(1) as worker:
         worker.connect(0, server.address)

@@ -6,7 +6,6 @@ import dataclasses
 import datetime
 import random
 import threading
-import time
 import types
 from typing import Any
 
@@ -17,7 +16,10 @@ import torch.distributed as dist
 from commlib.errors import PeerLost, ProtocolError
 from commlib.transports.process_group.group import ZmqGroup
 from commlib.transports.process_group.options import Options
-from wires import each, groups, new_store, said
+from wires import each, groups, new_store, said, set_deadline
+
+ENDLESS_S = 600.0
+"""A deadline that no test waits for: pytest's own is shorter."""
 
 
 def most() -> Any:
@@ -47,26 +49,26 @@ def test_ranks_that_call_different_collectives_are_told_which() -> None:
 
 @pytest.mark.parametrize("lengths", [(8, 9), (8, 0)])
 def test_tensors_of_different_sizes_are_named(lengths: tuple[int, int]) -> None:
-    with groups(2, seconds=2) as (a, b):
+    with groups(2) as (a, b):
+        set_deadline([a, b], 1)
         words = each([(a, lengths[0]), (b, lengths[1])], lambda g: said(lambda: g[0].allreduce([ones(g[1])]).wait()))
     assert any(f"all_reduce({n} × float32, sum)" in words[0] for n in lengths)
     assert words[0] != "no error"
 
 
 def test_sparse_tensors_of_different_shapes_are_named() -> None:
-    with groups(2, seconds=2) as (a, b):
+    with groups(2) as (a, b):
         words = each([(a, 8), (b, 9)], lambda g: said(lambda: g[0].allreduce([ones(g[1]).to_sparse()]).wait()))
     assert any(f"all_reduce(sparse ({n},), float32, sum)" in words[0] for n in (8, 9))
 
 
 def test_a_rank_that_does_not_come_is_named_with_the_call_by_all_others() -> None:
-    with groups(3, seconds=0.5) as ranks:
-        began = time.monotonic()
+    with groups(3, seconds=ENDLESS_S) as ranks:
+        set_deadline(ranks[:2], 1)
         words = each(ranks[:2], lambda g: said(lambda: g.allreduce([ones()]).wait()))
-        assert time.monotonic() - began < 6
         for w in words:
             assert w.startswith("PeerLost")
-            assert "all_reduce(8 × float32, sum)" in w
+            assert "all_reduce(8 × float32, sum), 1 s" in w
             assert "rank 2 did not answer a roll call" in w
         assert "rank 2" in said(lambda: ranks[0].barrier().wait())  # and of no more use
         ranks[2].allreduce([late := ones()]).wait()
@@ -77,11 +79,9 @@ def test_a_rank_that_does_not_come_is_named_with_the_call_by_all_others() -> Non
 def test_a_call_may_have_a_deadline_of_its_own() -> None:
     options: Any = dist.BroadcastOptions()
     options.rootRank, options.timeout = 1, datetime.timedelta(seconds=0.3)
-    with groups(2) as (a, _):
-        began = time.monotonic()
+    with groups(2, seconds=ENDLESS_S) as (a, _):
         words = said(lambda: a.broadcast([ones()], options).wait())
         assert "broadcast(8 × float32, of rank 1), 0.3 s" in words
-        assert time.monotonic() - began < 5
 
 
 def test_who_gives_up_waiting_leaves_the_call_alone() -> None:
@@ -98,11 +98,9 @@ def test_who_gives_up_waiting_leaves_the_call_alone() -> None:
 
 
 def test_a_rank_that_dies_in_the_middle_is_named_before_the_deadline() -> None:
-    with groups(3, seconds=60) as ranks:
+    with groups(3, seconds=ENDLESS_S) as ranks:
         threading.Timer(0.3, ranks[2].shutdown).start()
-        began = time.monotonic()
         words = each(ranks[:2], lambda g: said(lambda: g.allreduce([ones()]).wait()))
-        assert time.monotonic() - began < 10
         assert any("rank 2 has said goodbye" in w for w in words)
         assert all("rank 2 did not answer a roll call" in w for w in words)
 
@@ -125,13 +123,14 @@ def test_a_destroyed_group_says_so_to_those_who_wait_and_who_come() -> None:
 
 
 def test_a_future_ends_as_the_work_does_whenever_it_is_asked_for() -> None:
-    with groups(2, seconds=0.5) as (a, b):
+    with groups(2) as (a, b):
         works = [g.allreduce([ones()]) for g in (a, b)]
         early = works[0].get_future()
         assert early.wait()[0].eq(2).all()
         assert works[0].get_future() is early
         works[1].wait()
         assert works[1].get_future().wait()[0].eq(2).all()
+        set_deadline([a], 0.5)
         lost = a.allreduce([ones()])
         future = lost.get_future()
         with pytest.raises(PeerLost, match="rank 1 did not answer"):
@@ -149,15 +148,17 @@ def test_a_message_of_another_size_is_named_and_the_group_goes_on() -> None:
 
 
 def test_a_message_that_does_not_come_is_named_and_the_group_goes_on() -> None:
-    with groups(2, seconds=0.5) as (a, b):
+    with groups(2) as (a, b):
+        set_deadline([a], 0.5)
         with pytest.raises(PeerLost, match=r"recv\(8 × torch.float32, of rank 1, tag 3\) at rank 0: nothing came"):
             a.recv([ones()], 1, 3).wait()
         assert "has not told rank 0 where it is" in said(lambda: a.send([ones()], 1, 0).wait())
+        set_deadline([a], 60)
         each([a, b], lambda g: g.barrier().wait())
 
 
 def test_who_waits_for_a_message_of_a_rank_that_left_is_told() -> None:
-    with groups(2, seconds=30) as (a, b):
+    with groups(2, seconds=ENDLESS_S) as (a, b):
         sent = b.send([ones()], 0, 0)
         a.recv([ones()], 1, 0).wait()
         sent.wait()

@@ -15,7 +15,7 @@ PROGRAM = """
 import datetime, torch, torch.distributed as dist
 import commlib
 
-dist.init_process_group("zmq", timeout=datetime.timedelta(seconds=30))
+dist.init_process_group("zmq", timeout=datetime.timedelta(seconds=120))
 x = torch.full((300_000,), float(dist.get_rank() + 1))
 dist.all_reduce(x)
 assert x.eq(3).all()

@@ -19,8 +19,9 @@ import torch
 import zmq
 
 from commlib import keys
-from commlib.errors import AuthenticationError, CommlibError
+from commlib.errors import AuthenticationError, CommlibError, PeerLost
 from commlib.frame import Frame, encode
+from commlib.transports.process_group import meeting
 from commlib.transports.process_group.create import create
 from commlib.transports.process_group.group import ZmqGroup
 from commlib.transports.process_group.options import Options
@@ -86,12 +87,15 @@ def test_strangers_are_refused_and_logged_and_training_is_unharmed(
                 wrong_key.send(0, clock=1, parts=(b"poison",))
                 threading.Event().wait(0.02)
         flood(address)
-        deadline = threading.Event()
-        for _ in range(100):
-            if STRANGER.public in caplog.text:
-                break
-            deadline.wait(0.1)
-    assert f"turned away one with key {STRANGER.public}" in caplog.text
+        until_logged(caplog, f"turned away one with key {STRANGER.public}")
+
+
+def until_logged(caplog: pytest.LogCaptureFixture, words: str) -> None:
+    """Waits for these; a minute is for a machine with much else to do."""
+    end = time.monotonic() + 60
+    while words not in caplog.text:
+        assert time.monotonic() < end, caplog.text
+        time.sleep(0.02)
 
 
 def flood(address: str) -> None:
@@ -117,16 +121,22 @@ def test_one_who_is_allowed_but_is_no_rank_cannot_speak_as_one(allowed: Path, ca
         for _ in range(50):  # what a rank has said before, and what it would say next
             way.send_multipart(repeated)
             way.send_multipart(overtaking)
-        threading.Event().wait(1.0)
+        until_logged(caplog, "refused a frame of a stranger")
+        until_logged(caplog, "counts further ones")  # so many have come while the two trained
         way.close(0)
         context.term()
-    assert "refused a frame of a stranger" in caplog.text
 
 
-def test_a_rank_whose_key_is_not_allowed_ends_the_meeting_with_its_name(allowed: Path) -> None:
-    meeting = groups(2, seconds=3, options=[Options(keys=A), Options(keys=STRANGER)])
+def test_a_rank_whose_key_is_not_allowed_ends_the_meeting_with_its_name(
+    allowed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def alone(*args: object) -> None:
+        raise PeerLost("it allows rank 0, which will not speak to it")
+
+    monkeypatch.setattr(meeting, "measure", alone)  # where rank 1 would wait for rank 0 until its deadline
+    both = groups(2, options=[Options(keys=A), Options(keys=STRANGER)])
     with pytest.raises(AuthenticationError, match=r"rank 1 at tcp://.* has key .*, which is not allowed here"):
-        meeting.__enter__()
+        both.__enter__()
 
 
 def test_a_rank_that_cannot_join_says_why_to_those_who_wait_for_it() -> None:
@@ -134,22 +144,22 @@ def test_a_rank_that_cannot_join_says_why_to_those_who_wait_for_it() -> None:
 
     def join(rank: int) -> None:
         about = types.SimpleNamespace(
-            store=store, group_rank=rank, group_size=2, timeout=datetime.timedelta(seconds=60), group_id="test"
-        )
+            store=store, group_rank=rank, group_size=2, timeout=datetime.timedelta(seconds=600), group_id="test"
+        )  # longer than pytest waits
         try:
             create(about, Options(host="lo" if rank else "wlan9"))
         except (CommlibError, ValueError) as e:
             ended.append(str(e))
 
-    store, began = new_store(), time.monotonic()
+    store = new_store()
     each(range(2), join)
-    assert time.monotonic() - began < 10
+    assert len(ended) == 2
     assert any(
         "got 'wlan9'" in words and words.startswith("rank 0 cannot join the group: ValueError") for words in ended
     )
 
 
 def test_keys_are_for_all_ranks_or_for_none(allowed: Path) -> None:
-    meeting = groups(2, seconds=3, options=[Options(keys=A), Options()])
+    both = groups(2, options=[Options(keys=A), Options()])
     with pytest.raises(AuthenticationError, match="all ranks need COMMLIB_INSECURE=1, or none"):
-        meeting.__enter__()
+        both.__enter__()

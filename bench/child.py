@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import sys
@@ -44,7 +45,7 @@ def tell(message: object) -> bool:
 
 
 def serve(link: Connection, job: bytes) -> None:
-    """Run a pickled (function, arguments) and send back one result or one error."""
+    """Run a pickled (function, arguments) and send back one result or one error, if the parent is still there."""
     global _parent
     _parent = link
     try:
@@ -52,7 +53,8 @@ def serve(link: Connection, job: bytes) -> None:
         result = pickle.dumps(target(*args))
     except BaseException as e:
         text = f"{type(e).__name__}: {e}"
-        link.send(("error", (time.monotonic(), _pickled(e), text, traceback.format_exc())))
+        with contextlib.suppress(OSError):  # the parent has gone, and ends all ranks: this one may have lost another
+            link.send(("error", (time.monotonic(), _pickled(e), text, traceback.format_exc())))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # sockets to the peers close only now: the error above came first

@@ -10,7 +10,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from multiprocessing.util import Finalize
 from typing import Any
 
 import pytest
@@ -42,24 +42,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-_FOLDER = pytest.StashKey[Path]()
+_REMOVAL = pytest.StashKey[Any]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """All temporary files of a run, of its workers and of what they start lie in one folder, which ends with it."""
     if not hasattr(config, "workerinput"):
-        config.stash[_FOLDER] = Path(tempfile.mkdtemp(prefix="commlib-"))
-        os.environ["TMPDIR"] = tempfile.tempdir = str(config.stash[_FOLDER])
+        folder = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="commlib-")
+        # After multiprocessing has removed its own, at -100.
+        removal = Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=-1000)
+        config.stash[_REMOVAL] = removal
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if exitstatus == pytest.ExitCode.TESTS_FAILED and _FOLDER in session.config.stash:
-        del session.config.stash[_FOLDER]  # somebody may want to look at it
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if (folder := config.stash.get(_FOLDER, None)) is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+    if exitstatus == pytest.ExitCode.TESTS_FAILED and _REMOVAL in session.config.stash:
+        session.config.stash[_REMOVAL].cancel()  # somebody may want to look at what they left
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of pytest-timeout's: to wait is not to run

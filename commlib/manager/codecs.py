@@ -44,9 +44,7 @@ class Cost:
         return cls(**{**x, "before": Line(**x["before"]), "after": Line(**x["after"])})
 
 
-def measure(
-    route: Route, world: World, device: torch.device, clock: Callable[[], float] = time.perf_counter
-) -> Cost:
+def measure(route: Route, world: World, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> Cost:
     """Time a route's codec for matrices of normal numbers, as if all ranks had sent what this one sends.
 
     Args:

@@ -203,31 +203,38 @@ class Words(nn.Module):
         return out
 
 
-def trained(world: World, steps: int, **options: Any) -> tuple[Tensor, set[str], bool]:
-    """Weights, the routes that were ever taken, and whether the manager has settled."""
+def trained(world: World, steps: int, most: int, **options: Any) -> tuple[Tensor, set[str], int, bool]:
+    """Weights, the routes that were ever taken, and whether the manager has settled, in so many steps.
+
+    After the first ``steps`` it goes on until it has, alike on all ranks: how soon depends on what is measured.
+    """
     ddp = DistributedDataParallel(Words(), bucket_cap_mb=0.05)
     comm = commlib.attach(ddp, **options) if options else None
-    optimizer, taken = torch.optim.SGD(ddp.parameters(), lr=0.1), set[str]()
-    for step in range(steps):
+    optimizer, taken, done = torch.optim.SGD(ddp.parameters(), lr=0.1), set[str](), 0
+    settled = False
+    for step in range(most):
+        if step >= steps and settled:
+            break
         optimizer.zero_grad()
         x = torch.randint(500, (8, 8), generator=torch.Generator().manual_seed(100 * step + world.rank))
         (ddp(x) * torch.arange(6.0)).square().mean().backward()
         optimizer.step()
         taken |= {str(p.route) for p in comm.plan} if comm is not None else set()
-    settled = comm is not None and comm.settled
+        settled |= comm is not None and comm.settled
+        done = step + 1
     if comm is not None:
         comm.close()
-    return torch.cat([p.detach().reshape(-1) for p in ddp.parameters()]), taken, settled
+    return torch.cat([p.detach().reshape(-1) for p in ddp.parameters()]), taken, done, settled
 
 
 def managed(world: World, servers: commlib.Servers, steps: int, scripted: bool) -> tuple[bool, bool, set[str], bool]:
-    plain, _, _ = trained(world, steps)
     original = vars(manager)["Pilot"]
     vars(manager)["Pilot"] = Script if scripted else original
     try:
-        served, taken, settled = trained(world, steps, servers=servers)
+        served, taken, done, settled = trained(world, steps, steps if scripted else 1000, servers=servers)
     finally:
         vars(manager)["Pilot"] = original
+    plain, *_ = trained(world, done, done)
     return torch.equal(plain, served), same_everywhere(world, served), taken, settled
 
 

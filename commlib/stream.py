@@ -15,7 +15,7 @@ import socket
 import statistics
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from commlib.errors import PeerLost
@@ -30,6 +30,7 @@ _WINDOW_S = 0.02
 _PATIENCE_S = 30.0  # for one socket call
 _STORE_S = 120.0  # for a rank that comes late
 _RESULT = struct.Struct("!d")
+Clock = Callable[[], float]  # seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,9 @@ class Stream:
     latency_s: float
 
 
-def measure(store: Any, key: str, world: World, address: str, seconds: float = 0.3) -> Stream | None:
+def measure(
+    store: Any, key: str, world: World, address: str, seconds: float = 0.3, clock: Clock = time.perf_counter
+) -> Stream | None:
     """Measures the line from rank 0 to the first rank of another host (rank 1, if all are on one).
 
     Collective over the ranks of a store; every rank gets the same figures. Both ranks should do nothing else meanwhile.
@@ -56,6 +59,7 @@ def measure(store: Any, key: str, world: World, address: str, seconds: float = 0
         world: this rank's.
         address: of this rank's machine, IPv4 or IPv6, at which the other can reach it.
         seconds: of the stream, apart from the part that is not counted.
+        clock: by which it is measured.
 
     Returns:
         None if there is one rank.
@@ -70,10 +74,10 @@ def measure(store: Any, key: str, world: World, address: str, seconds: float = 0
         return None
     store.set(f"{key}/address/{world.rank}", address)
     if world.rank == 0:
-        outcome = _from(store, key, world.size, seconds)
+        outcome = _from(store, key, world.size, seconds, clock)
         store.set(f"{key}/outcome", json.dumps(outcome))
     elif world.rank == int(_ask(store, f"{key}/peer", 0)):
-        _towards(store, key, world.rank, address, seconds)
+        _towards(store, key, world.rank, address, seconds, clock)
     outcome = json.loads(_ask(store, f"{key}/outcome", 0))
     if "error" in outcome:
         raise PeerLost(outcome["error"])
@@ -89,7 +93,7 @@ def choose_peer(addresses: Sequence[str]) -> int:
     return next((r for r, a in enumerate(addresses) if a != addresses[0]), 1)
 
 
-def _from(store: Any, key: str, size: int, seconds: float) -> dict[str, Any]:
+def _from(store: Any, key: str, size: int, seconds: float, clock: Clock) -> dict[str, Any]:
     """Rank 0's part: choose the peer, connect, send; the figures, or {"error": what happened}."""
     peer: int | None = None
     try:
@@ -101,8 +105,8 @@ def _from(store: Any, key: str, size: int, seconds: float) -> dict[str, Any]:
             return {"error": port}
         with socket.create_connection((addresses[peer], port), _PATIENCE_S) as s:
             s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            latency = ping(s)
-            gbit_s = send_stream(s, seconds)
+            latency = ping(s, clock)
+            gbit_s = send_stream(s, seconds, clock)
     except PeerLost as e:
         if peer is None:
             store.set(f"{key}/peer", "0")  # nobody's: the others go straight to the outcome
@@ -112,7 +116,7 @@ def _from(store: Any, key: str, size: int, seconds: float) -> dict[str, Any]:
     return dataclasses.asdict(Stream(gbit_s, latency))
 
 
-def _towards(store: Any, key: str, rank: int, address: str, seconds: float) -> None:
+def _towards(store: Any, key: str, rank: int, address: str, seconds: float, clock: Clock) -> None:
     """The peer's part: listen, answer, receive. A failure reaches rank 0 as a closed connection."""
     try:
         listener = socket.create_server((address, 0), family=_family(address))
@@ -127,17 +131,17 @@ def _towards(store: Any, key: str, rank: int, address: str, seconds: float) -> N
             connection.settimeout(_PATIENCE_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             answer_pings(connection)
-            receive_stream(connection, _SETTLE_S + seconds + _PATIENCE_S)
+            receive_stream(connection, _SETTLE_S + seconds + _PATIENCE_S, clock)
 
 
-def ping(s: socket.socket) -> float:
+def ping(s: socket.socket, clock: Clock = time.perf_counter) -> float:
     """Median seconds of half a ping-pong of one byte; the other end runs :func:`answer_pings`."""
     seconds = []
     for _ in range(_PINGS_FIRST + _PINGS):
-        start = time.perf_counter()
+        start = clock()
         s.sendall(b"p")
         _read(s, 1)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock() - start)
     return statistics.median(seconds[_PINGS_FIRST:]) / 2
 
 
@@ -150,15 +154,15 @@ def answer_pings(s: socket.socket) -> None:
         s.sendall(b"p")
 
 
-def send_stream(s: socket.socket, seconds: float) -> float:
+def send_stream(s: socket.socket, seconds: float, clock: Clock = time.perf_counter) -> float:
     """Send for so long (and a little more, to get up to speed); Gbit/s as :func:`receive_stream` saw them."""
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT)
     else:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _UNSENT)
     chunk = memoryview(bytes(_CHUNK))
-    end = time.monotonic() + _SETTLE_S + seconds
-    while time.monotonic() < end:
+    end = clock() + _SETTLE_S + seconds
+    while clock() < end:
         s.send(chunk)
     s.shutdown(socket.SHUT_WR)
     (rate,) = _RESULT.unpack(_read(s, _RESULT.size))
@@ -167,17 +171,17 @@ def send_stream(s: socket.socket, seconds: float) -> float:
     return float(rate)
 
 
-def receive_stream(s: socket.socket, within: float = _PATIENCE_S) -> float:
+def receive_stream(s: socket.socket, within: float = _PATIENCE_S, clock: Clock = time.perf_counter) -> float:
     """Read to the end of the stream, for so many seconds at most, and answer with its Gbit/s (:func:`typical_rate`)."""
     end = time.monotonic() + within
     buffer = memoryview(bytearray(1 << 20))
-    settled = time.perf_counter() + _SETTLE_S
+    settled = clock() + _SETTLE_S
     received = 0
     samples: list[tuple[float, int]] = []
     while n := s.recv_into(buffer):
         _check(end)
         received += n
-        now = time.perf_counter()
+        now = clock()
         if now >= settled and (not samples or now - samples[-1][0] >= _WINDOW_S):
             samples.append((now, received))
     rate = typical_rate(samples) * 8e-9

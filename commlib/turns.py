@@ -27,15 +27,21 @@ class Turns(Generic[A]):
     Args:
         read: what has come, waiting for so many seconds at most; nothing, if nothing has.
         deliver: hands it out.
+        clock: seconds, as deadlines are given in.
     """
 
-    def __init__(self, read: Callable[[float], Iterable[A]], deliver: Callable[[A], None]) -> None:
-        self._read, self._deliver = read, deliver
+    def __init__(
+        self,
+        read: Callable[[float], Iterable[A]],
+        deliver: Callable[[A], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._read, self._deliver, self._clock = read, deliver, clock
         self.lock = threading.Condition()
         self._reading = False
 
     def wait(self, ready: Callable[[], T | None], deadline: float) -> T | None:
-        """What ``ready`` finds, under the lock; None if that is nothing until the deadline (``time.monotonic``).
+        """What ``ready`` finds, under the lock; None if that is nothing until the deadline (by ``clock``).
 
         What ``ready``, ``read`` or ``deliver`` raises goes through; another thread's turn comes then.
         """
@@ -44,7 +50,7 @@ class Turns(Generic[A]):
                 found = ready()
                 if found is not None:
                     return found
-                left = deadline - time.monotonic()
+                left = deadline - self._clock()
                 if left <= 0:
                     return None
                 if self._reading:

@@ -18,11 +18,13 @@ from commlib.server.saver import Snapshots
 from commlib.server.serve import serve
 
 TIMEOUT = 60.0
+HANG_S = 240.0
+"""Only what hangs takes so long. Members with a longer time-out cannot be what ended a wait that did end."""
 
 
 def until(true: Callable[[], bool]) -> None:
     """Waits for it."""
-    end = time.monotonic() + TIMEOUT
+    end = time.monotonic() + HANG_S
     while not true():
         assert time.monotonic() < end, "it does not come true"
         time.sleep(0.02)
@@ -37,7 +39,8 @@ class Cluster:
         endpoint: how members are reached.
         timeout: seconds that anything waits.
         snapshots: where shards save their state.
-        options: of every worker's :class:`commlib.ParameterServer`.
+        options: of every worker's :class:`commlib.ParameterServer`; by default, none is ever given up for silence, for
+            all are threads of one process, which a busy machine may stop for a while.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class Cluster:
         self._store = meeting.keep("127.0.0.1")
         self.address = f"127.0.0.1:{self._store.port}"
         self.workers, self._shards, self._endpoint, self._timeout = workers, shards, endpoint, timeout
-        self._options = options
+        self._options = {"patience": 60.0, **options}
         self._threads: list[threading.Thread] = []
         self.stops: list[threading.Event] = []
         self.ends: list[str] = []
@@ -87,6 +90,11 @@ class Cluster:
     def await_job(self) -> None:
         """Until a worker has said what is to be trained."""
         Roll(meeting.visit(self.address, "default", self._timeout), self._timeout).job(self._timeout)
+
+    def shards_in_use(self) -> int:
+        """How many shards of the newest view own values."""
+        roll = Roll(meeting.visit(self.address, "default", self._timeout), self._timeout)
+        return len({name for owners in roll.epoch(roll.newest()).view.places.values() for name in owners})
 
     def await_shards(self) -> None:
         """Until all can be seen."""
@@ -132,7 +140,7 @@ class Cluster:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(4 * self._timeout)
+            thread.join(HANG_S)
             assert not thread.is_alive(), "a worker hangs"
         return results
 
@@ -143,5 +151,5 @@ class Cluster:
         for stop in self.stops:
             stop.set()
         for thread in self._threads:
-            thread.join(self._timeout if error is None else 1.0)
+            thread.join(HANG_S if error is None else 1.0)
             assert error is not None or not thread.is_alive(), "a shard hangs"

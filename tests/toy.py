@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
 import os
 import random
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commlib
 from commlib.exchange import sequencer
 from commlib.exchange.item import World
+from commlib.handshake import store_of
 from commlib.manager import manager
 from commlib.manager.decision import Decision
 from commlib.manager.sheet import Figures
@@ -131,6 +133,46 @@ def torchrun(world: World, local: int) -> Iterator[None]:
     finally:
         for name in made:
             del os.environ[name]
+
+
+PATIENT = datetime.timedelta(seconds=120)
+"""For what comes, however slow the machine is."""
+
+
+def say(what: str) -> None:
+    """Tells all ranks of this job, by the store of their process group."""
+    store_of(dist.group.WORLD).set(what, b"")
+
+
+def heard(what: str) -> None:
+    """Waits until a rank has said so."""
+    store_of(dist.group.WORLD).wait([what], PATIENT)
+
+
+def says_when_it_waits(trainer: Any) -> None:
+    """From now on this rank says ``waits/STEP`` once its thread that trains waits for others, and is timed as it does.
+
+    Args:
+        trainer: with ``comm`` and ``step``.
+    """
+    comm = trainer.comm
+    waiting, sequencer = comm._waiting, getattr(comm, "_sequencer", None)
+
+    @contextmanager
+    def told() -> Iterator[None]:
+        with waiting():
+            say(f"waits/{trainer.step}")
+            yield
+
+    vars(comm)["_waiting"] = told
+    if sequencer is not None:
+        here = sequencer.here
+
+        def told_here(*args: Any) -> Any:
+            say(f"waits/{trainer.step}")
+            return here(*args)
+
+        vars(sequencer)["here"] = told_here
 
 
 def same(a: Any, b: Any) -> bool:

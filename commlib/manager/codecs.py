@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -44,15 +44,16 @@ class Cost:
         return cls(**{**x, "before": Line(**x["before"]), "after": Line(**x["after"])})
 
 
-def measure(route: Route, world: World, device: torch.device) -> Cost:
+def measure(route: Route, world: World, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> Cost:
     """Time a route's codec for matrices of normal numbers, as if all ranks had sent what this one sends.
 
     Args:
         route: compressed.
         world: this rank; it decodes as many payloads as there are ranks, where the exchange wants that.
         device: where gradients are.
+        clock: seconds.
     """
-    found = [_at(route, shape, world, device) for shape in _SHAPES]
+    found = [_at(route, shape, world, device, clock) for shape in _SHAPES]
     (small, _, _), (large, gathers, reduces) = found
     sizes = [rows * columns for rows, columns in _SHAPES]
     before, after = (_through((sizes[0], small[i]), (sizes[1], large[i])) for i in (0, 1))
@@ -69,26 +70,26 @@ def slowest(costs: list[Cost]) -> Cost:
 
 
 def _at(
-    route: Route, shape: tuple[int, int], world: World, device: torch.device
+    route: Route, shape: tuple[int, int], world: World, device: torch.device, clock: Callable[[], float]
 ) -> tuple[tuple[float, float], int, int]:
     store = MemoryStore()
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
     times: list[tuple[float, float]] = []
-    begun = time.perf_counter()
+    begun = clock()
     for step in range(_TIMES + 1):  # the first makes the codec's memory
         rounds = part(route, gradient.clone(), store, world, step=step, seed=0)
         seconds, collectives = [], []
         while True:
-            start = time.perf_counter()
+            start = clock()
             batch = next(rounds, None)
-            seconds.append(time.perf_counter() - start)
+            seconds.append(clock() - start)
             if batch is None:
                 break
             collectives += batch
             echo(batch, world.size)
         store.commit()
         times.append((seconds[0], sum(seconds[1:])))
-        if step and time.perf_counter() - begun > _LONG_S:
+        if step and clock() - begun > _LONG_S:
             break
     reduces = sum(isinstance(c, AllReduce) for c in collectives)
     before, after = (statistics.median(column) for column in zip(*times[1:], strict=True))

@@ -155,7 +155,7 @@ def test_interrupt_ends_quietly_with_130(plugin: Path) -> None:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
         child.send_signal(signal.SIGINT)
-        _, errors = child.communicate(timeout=300)
+        _, errors = child.communicate(timeout=120)
     assert child.returncode == 130
     assert "Traceback" not in errors
 

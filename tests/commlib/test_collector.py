@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -53,26 +52,23 @@ def test_every_rank_gets_its_own_back_and_the_file_is_there_whole(fleet: Fleet, 
     assert second == {**first, "ranks": []}
 
 
-def alone(world: World) -> tuple[str, float, bool]:
+def alone(world: World) -> tuple[str, bool]:
     made = Trainer(world, "onebit")
     collector = Collector(made.ddp, made.comm, timeout=0.3)
     made.train(1)
-    begin = time.monotonic()
     said = message(collector.collect, PeerLost) if world.rank == 0 else ""
-    took = time.monotonic() - begin
     dist.barrier()
     again = Trainer(world, "onebit")  # what one rank has tried alone leads nothing astray
     again.train(1)
     whole = Collector(again.ddp, again.comm).collect()
     made.close()
     again.close()
-    return said, took, whole is not None
+    return said, whole is not None
 
 
 def test_a_rank_that_does_not_come_is_named_in_time_and_later_models_attach(fleet: Fleet):
-    (said, took, first), (_, _, second) = fleet.run(2, alone)
+    (said, first), (_, second) = fleet.run(2, alone)
     assert said.startswith("rank 1 of 2 did not come within 0.3 s to save a checkpoint (this is rank 0)")
-    assert took < 10
     assert (first, second) == (True, False)
 
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlib
 from commlib.exchange.item import World
+from commlib.exchange.valve import Throttle
 from fleet import Fleet
 from tiers import full
 from toy import Trainer, same_everywhere, through_delays, torchrun
@@ -125,31 +126,46 @@ def test_random_delays_between_rounds_change_nothing(fleet: Fleet, size: int, st
         assert equal
 
 
-def limited(world: World) -> tuple[bool, float, float, float]:
-    """Two levels with and without a limit: only what goes between nodes is held up. Seconds are the least of three."""
-    grads, seconds = [], []
+def limited(world: World) -> tuple[bool, list[float], int, float, float]:
+    """Two levels without a limit and with one.
+
+    Returns:
+        Whether the gradients are the same; bytes that were held up, without and with; bytes between nodes; seconds
+        of the shortest of three steps under the limit, and those that what goes between nodes must take.
+    """
+    grads, taken, take = [], list[float](), Throttle.take
+    patched: Any = Throttle
+
+    def counted(throttle: Throttle, nbytes: float) -> float:
+        taken[-1] += nbytes
+        return take(throttle, nbytes)
+
+    patched.take = counted
     limit = commlib.RateLimit(20)
-    for each in (None, limit):
-        ddp = DistributedDataParallel(nn.Linear(1024, 1024, bias=False))
-        with torchrun(world, 2):
-            comm = commlib.attach(ddp, "none", hierarchy=True, limit=each)
-        tries = []
-        for _ in range(3):
-            ddp.zero_grad()
-            dist.barrier()
-            start = time.perf_counter()
-            ddp(torch.full((2, 1024), world.rank + 1.0)).sum().backward()
-            tries.append(time.perf_counter() - start)
-        seconds.append(min(tries))
-        grads.append(ddp.module.weight.grad.clone())
-        between = (comm.stats().inter_bytes or 0) // 3
-        comm.close()
-    free, held = seconds
-    return torch.equal(*grads), free, held, limit.seconds(between - limit.at_once)
+    try:
+        for each in (None, limit):
+            taken.append(0.0)
+            ddp = DistributedDataParallel(nn.Linear(1024, 1024, bias=False))
+            with torchrun(world, 2):
+                comm = commlib.attach(ddp, "none", hierarchy=True, limit=each)
+            tries = []
+            for _ in range(3):
+                ddp.zero_grad()
+                dist.barrier()
+                start = time.perf_counter()
+                ddp(torch.full((2, 1024), world.rank + 1.0)).sum().backward()
+                tries.append(time.perf_counter() - start)
+            grads.append(ddp.module.weight.grad.clone())
+            between = comm.stats().inter_bytes or 0
+            comm.close()
+    finally:
+        patched.take = take
+    return torch.equal(*grads), taken, between, min(tries), limit.seconds(between / 3 - limit.at_once)
 
 
 def test_under_a_limit_the_result_is_the_same_and_takes_as_long_as_what_goes_between_nodes_must(fleet: Fleet) -> None:
-    for same, free, held, least in fleet.run(4, limited):
+    for same, (free, held), between, seconds, least in fleet.run(4, limited):
         assert same
-        assert free < least < held
-        assert held < 2 * least  # a node's inside, as many bytes again, is not limited
+        assert free == 0
+        assert held == between > 0  # a node's inside, as many bytes again, is not limited
+        assert seconds > least > 0

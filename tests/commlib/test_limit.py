@@ -256,7 +256,7 @@ def test_a_manager_measures_and_chooses_under_a_limit(fleet: Fleet):
 def mismatched(world: World) -> str:
     limit = "50mbit" if world.rank == 0 else "60mbit"
     with pytest.raises(commlib.PlanMismatch) as caught:
-        Trainer(world, "none", limit=limit, timeout=20)
+        Trainer(world, "none", limit=limit, timeout=120)
     return str(caught.value)
 
 
@@ -269,7 +269,7 @@ def test_ranks_with_different_limits_are_told_so(fleet: Fleet):
 
 def refused(world: World, limit: Any) -> tuple[str, str]:
     try:
-        Trainer(world, "none", limit=limit, timeout=20)
+        Trainer(world, "none", limit=limit, timeout=120)
     except Exception as e:
         return type(e).__name__, str(e)
     return "", ""

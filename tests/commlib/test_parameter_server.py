@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
-from cluster import Cluster
+from cluster import HANG_S, Cluster
 from commlib.exchange.item import World
 from fleet import Fleet
 from tiers import full
@@ -218,7 +218,7 @@ def test_one_worker_that_pushes_and_fetches_now_and_then_trains_as_it_would_alon
 def test_between_pushes_and_fetches_nothing_is_sent_and_it_learns(
     spec: str, options: dict[str, Any], of_sent: float, of_received: float
 ) -> None:
-    steps = 60
+    steps, in_step = 60, threading.Barrier(3)  # how much a cache saves depends on how far workers are apart
 
     def worker(rank: int) -> tuple[list[Tensor], list[float], float, float]:
         model = make(rank)
@@ -226,6 +226,7 @@ def test_between_pushes_and_fetches_nothing_is_sent_and_it_learns(
         with cluster.join(model, made, rank, spec, **options) as server:
             sent, received, losses = server.sent, server.received, []
             for step in range(steps):
+                in_step.wait(HANG_S)
                 made.zero_grad()
                 losses.append(backward(model, rank, step).item())
                 server.step()
@@ -320,7 +321,7 @@ def ddp(world: World) -> list[Tensor]:
 def embedded(world: World) -> list[Tensor]:
     model = make(world.rank)
     made = OPTIMIZERS["sgd"](list(model.parameters()))
-    with commlib.ParameterServer(model, made, commlib.BSP(), timeout=100) as server:
+    with commlib.ParameterServer(model, made, commlib.BSP(), timeout=200, patience=60) as server:
         for step in range(STEPS):
             made.zero_grad()
             backward(model, world.rank, step)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cluster import Cluster, until
+from cluster import HANG_S, Cluster, until
 from commlib.errors import PeerLost
 
 STEPS = 6
@@ -78,7 +78,7 @@ def test_a_worker_that_waits_in_vain_says_for_what_and_its_threads_end() -> None
         try:
             with cluster.join(model, made, rank, background=True) as server:
                 if rank:
-                    assert done.wait(60)
+                    assert done.wait(HANG_S)
                     return ""
                 server._worker.client._timeout = 0.5
                 model(torch.ones(1, 4)).sum().backward()

@@ -32,7 +32,7 @@ class Wire:
         finally:
             self.readers -= 1
 
-    def get(self, box: int, seconds: float = 20.0) -> int | None:
+    def get(self, box: int, seconds: float = 120.0) -> int | None:
         return self.turns.wait(
             lambda: self.boxes[box].popleft() if self.boxes[box] else None, time.monotonic() + seconds
         )
@@ -51,13 +51,38 @@ def test_each_thread_gets_its_own_in_order_whatever_the_others_wait_for() -> Non
             assert got.result() == list(range(box, 500, 10))
 
 
-def test_a_deadline_is_kept_by_who_reads_and_by_who_does_not() -> None:
+def test_a_deadline_is_kept_by_who_reads() -> None:
+    now, asked = [100.0], []
+
+    def read(seconds: float) -> list[int]:
+        asked.append(seconds)
+        now[0] += seconds
+        return []
+
+    turns: Turns[int] = Turns(read, lambda n: None, clock=lambda: now[0])
+    assert turns.wait(lambda: None, 100.35) is None
+    assert asked == pytest.approx([0.1, 0.1, 0.1, 0.05])
+
+
+def test_a_deadline_is_kept_by_who_does_not_read() -> None:
+    """One that waits while another reads, for as long as it likes, is back before that one is."""
+    reads, over = threading.Event(), threading.Event()
+
+    def read(seconds: float) -> list[int]:
+        reads.set()
+        assert over.wait(120)
+        return [1]
+
     wire = Wire()
-    with ThreadPoolExecutor(2) as pool:
-        began = time.monotonic()
-        late = [pool.submit(wire.get, box, 0.35) for box in (1, 2)]
-        assert [got.result() for got in late] == [None, None]
-        assert 0.35 <= time.monotonic() - began < 2
+    wire.turns = Turns(read, lambda n: wire.boxes[n].append(n))
+    with ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(wire.get, 1)
+        assert reads.wait(120)
+        deadline = time.monotonic() + 0.05
+        assert wire.turns.wait(lambda: None, deadline) is None
+        assert time.monotonic() >= deadline
+        over.set()
+        assert reader.result() == 1
 
 
 def test_an_error_of_one_is_not_the_others() -> None:

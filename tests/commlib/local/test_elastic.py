@@ -28,7 +28,8 @@ def join(cluster: Cluster, model: nn.Module, rank: int, **options: Any) -> Elast
         "workers": cluster.workers,
         "shards": 2,
         "endpoint": "inproc",
-        "timeout": 60.0,
+        "timeout": 120.0,
+        "patience": 60.0,
     }
     return ElasticAveraging(model, servers=cluster.address, **where, **options)
 
@@ -39,7 +40,7 @@ def test_pulls_conserve_the_sum_of_all_values_and_the_centre(pulls: int) -> None
         model = network()
         with join(cluster, model, rank, tau=1) as elastic:
             begun = row(model)
-            all_have.wait(60)  # or one that came late would begin with what others had moved by then
+            all_have.wait(120)  # or one that came late would begin with what others had moved by then
             with torch.no_grad():
                 for p in model.parameters():
                     p.add_(1.0 + rank)

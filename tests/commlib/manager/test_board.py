@@ -81,18 +81,15 @@ def test_boards_with_other_keys_do_not_meet() -> None:
 def test_ranks_that_do_not_come_are_named_within_the_timeout(others: list[int], missing: str) -> None:
     group = Group()
 
-    def job(rank: int) -> float:
-        board = Board(group, "model", World(rank, 3), 0.2)
+    def job(rank: int) -> None:
+        board = Board(group, "model", World(rank, 3), 0.2 if rank == 0 else 600.0)
         if rank == 0:
             group.posted(others)
-        start = time.monotonic()
         with pytest.raises(PeerLost) as lost:
             board.review({}, never)
         assert f"no figures of rank(s) {missing} within 0.2 s" in str(lost.value)  # rank 0 has told the others
-        return time.monotonic() - start
 
-    for seconds in on_ranks([0, *others], job):
-        assert 0.1 < seconds < 20
+    assert on_ranks([0, *others], job) == [None] * (1 + len(others))
 
 
 def test_a_rank_that_leaves_between_reviews_is_missed_at_the_next() -> None:

@@ -159,7 +159,7 @@ def settles(world: World, rules: Any) -> tuple[bool, bool, str]:
     ddp = DistributedDataParallel(nn.Sequential(nn.Conv1d(4, 64, 9), nn.Flatten(), nn.Linear(512, 300)))
     comm = commlib.attach(ddp, rules)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    for step in range(240):
+    for step in range(1000):  # how soon depends on what is measured
         optimizer.zero_grad()
         x = torch.randn(64, 4, 16, generator=torch.Generator().manual_seed(100 * step + world.rank))
         ddp(x).square().mean().backward()
@@ -198,7 +198,7 @@ def test_a_model_without_linear_layers_has_codecs_to_choose(fleet: Fleet) -> Non
 def differently(world: World) -> str:
     ddp = DistributedDataParallel(nn.Linear(64, 64))
     try:
-        commlib.attach(ddp, commlib.Lossy(["fp16"] if world.rank else ["onebit"]), timeout=20)
+        commlib.attach(ddp, commlib.Lossy(["fp16"] if world.rank else ["onebit"]), timeout=120)
     except commlib.PlanMismatch as e:
         return str(e)
     return "no error"

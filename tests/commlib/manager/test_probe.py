@@ -79,20 +79,30 @@ def test_a_transfer_that_fails_beside_products_is_no_drag(fleet: Fleet) -> None:
 LIMIT = RateLimit(20, burst=100_000)
 
 
-def limited(world: World) -> tuple[Link, float]:
-    throttle = Throttle(LIMIT, 1)
+class Counting(Throttle):
+    """What has left."""
+
+    nbytes = 0.0
+
+    def take(self, nbytes: float) -> float:
+        self.nbytes += nbytes
+        return super().take(nbytes)
+
+
+def limited(world: World) -> tuple[Link, float, float]:
+    throttle = Counting(LIMIT, 1)
     start = time.monotonic()
     link = Probe(throttle.through(sibling(dist.group.WORLD, CPU)), world, CPU, LIMIT).link()
     throttle.close()
-    return link, time.monotonic() - start
+    return link, time.monotonic() - start, throttle.nbytes
 
 
 def test_under_a_limit_the_probe_keeps_it_and_no_price_is_below_it(fleet: Fleet) -> None:
-    for link, seconds in fleet.run(2, limited):
+    for link, seconds, sent in fleet.run(2, limited):
         for line in (link.all_reduce, link.all_gather):
             assert line.seconds(8 << 20) >= LIMIT.seconds(8 << 20)
-        sent = 2 * 3 * ((16 << 10) + (1 << 20))  # 8 MiB would take more than three seconds at this rate: left out
-        assert LIMIT.seconds(sent - LIMIT.at_once) <= seconds < LIMIT.seconds(sent) + 3
+        assert LIMIT.seconds(sent - LIMIT.at_once) <= seconds
+        assert 2 * 3 * (16 << 10) < sent < 8 << 20  # 8 MiB would take more than three seconds at this rate: left out
 
 
 def two_levels(world: World, limit: RateLimit | None) -> Link:

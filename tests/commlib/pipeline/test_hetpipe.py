@@ -187,7 +187,7 @@ class Gate(nn.Module):
             time.sleep(self.rng.choice([0.0, 0.01, 0.05]))
         elif self.worker == 1 and within == RULE.local:
             last = (m + RULE.distance + 1) * RULE.push_every + depth(self.stage, RULE.local) - 2
-            self.store.wait([f"gate/{self.stage}/{last}"], datetime.timedelta(seconds=60))
+            self.store.wait([f"gate/{self.stage}/{last}"], datetime.timedelta(seconds=240))
 
 
 def traced(world: World, folder: str) -> tuple[list[Tensor], int]:

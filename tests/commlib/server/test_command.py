@@ -34,13 +34,29 @@ def running(*args: str) -> Iterator[subprocess.Popen[str]]:
         [*COMMAND, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        assert process.stdout is not None
-        assert process.stdout.readline()  # it says what it waits for
         yield process
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+
+
+def says(process: subprocess.Popen[str]) -> str:
+    """What it waits for; nothing, if it has ended."""
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+@contextlib.contextmanager
+def meeting_place() -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """At a port that was free a moment ago; at another one, if somebody else has it by now."""
+    while True:
+        at = f"127.0.0.1:{free_port()}"
+        with running("meet", "--at", at) as place:
+            if says(place):
+                yield at, place
+                return
+            assert "Address already in use" in place.communicate()[1]
 
 
 Call = Callable[..., tuple[int, str, str]]
@@ -51,7 +67,7 @@ def started(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def status(at: str) -> dict[str, object]:
-    done = started("status", "--at", at, "--json")
+    done = started("status", "--at", at, "--json", "--timeout", "60")
     assert done.returncode == 0, done.stderr
     found: dict[str, object] = json.loads(done.stdout)
     return found
@@ -62,19 +78,25 @@ def members(found: Any) -> dict[str, Any]:
     return {m["kind"]: m for m in found["members"]}
 
 
+def all_told(found: dict[str, Any]) -> bool:
+    """Each member tells once a second how it is doing."""
+    return bool(found.get("worker", {}).get("clock") == 11 and "owns" in found.get("shard", {}))
+
+
 @pytest.mark.full
 def test_shards_started_by_hand_serve_show_how_they_do_hand_over_at_ctrl_c_and_end_with_the_job() -> None:
-    at = f"127.0.0.1:{free_port()}"
     with (
-        running("meet", "--at", at) as place,
+        meeting_place() as (at, place),
         running("run", "--at", at) as first,
         running("run", "--at", at) as second,
     ):
+        assert says(first)
+        assert says(second)
         assert status(at)["state"] == "waiting"
         model = nn.Linear(300, 300)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with commlib.ParameterServer(
-            model, optimizer, "ssp:3", at, shards=2, workers=1, rank=0, nbytes=32768
+            model, optimizer, "ssp:3", at, shards=2, workers=1, rank=0, nbytes=32768, patience=60
         ) as server:
             for step in range(40):
                 optimizer.zero_grad()
@@ -82,15 +104,15 @@ def test_shards_started_by_hand_serve_show_how_they_do_hand_over_at_ctrl_c_and_e
                 server.step()
                 if step == 10:
                     found = status(at)
-                    while members(found).get("worker", {}).get("clock") != 11:  # it tells once a second
+                    while not all_told(members(found)):
                         found = status(at)
                     shown = started("status", "--at", at).stdout
                 if step == 20:
                     first.send_signal(signal.SIGINT)
-                    assert first.wait(60) == 0
-        assert second.wait(60) == 0
+                    assert first.wait(200) == 0
+        assert second.wait(200) == 0
         place.send_signal(signal.SIGINT)
-        assert place.wait(60) == 0
+        assert place.wait(200) == 0
         assert "it is over" in (second.stderr.read() if second.stderr else "")
     assert found["state"] == "training"
     told = members(found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import commlib
-from cluster import Cluster, until
+from cluster import HANG_S, Cluster, until
 from commlib.server.saver import Snapshots
 
 SEEDING = threading.Lock()
@@ -64,7 +63,7 @@ def undisturbed() -> list[Tensor]:
 def test_shards_that_come_and_leave_change_no_bit_of_what_is_trained(undisturbed: list[Tensor]) -> None:
     def come() -> None:
         cluster.shard()
-        time.sleep(1.0)  # it is taken in, and owns its share two views later
+        until(lambda: cluster.shards_in_use() == 3)  # it is taken in, and owns its share two views later
 
     def leave() -> None:
         cluster.stops[0].set()
@@ -83,6 +82,7 @@ def test_a_worker_that_comes_late_takes_the_values_as_they_are_and_takes_part() 
     def come() -> None:
         model, optimizer = make()
         server = cluster.join(model, optimizer, None, "ssp:3", nbytes=1024)
+        came.set()
         late.append(any(not torch.equal(a, b) for a, b in zip(state(model), state(make()[0]), strict=True)))
         for number in range(5):
             step(model, optimizer, server, 9, number)
@@ -96,14 +96,16 @@ def test_a_worker_that_comes_late_takes_the_values_as_they_are_and_takes_part() 
                 if rank == 0 and number == 10:
                     threads.append(threading.Thread(target=come, daemon=True))
                     threads[0].start()
+                if number == 14:  # as far as the others can be before it comes
+                    assert came.wait(HANG_S)
                 step(model, optimizer, server, rank, number)
-                time.sleep(0.05)
         return state(model)
 
     threads: list[threading.Thread] = []
+    came = threading.Event()
     with Cluster(2, 2) as cluster:
         found = cluster.train(worker)
-        threads[0].join(60)
+        threads[0].join(HANG_S)
     assert late == [True, "done"]
     assert len(found) == 2
 

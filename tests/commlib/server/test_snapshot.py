@@ -275,7 +275,7 @@ def test_a_file_larger_than_is_allowed_is_a_named_error_and_the_older_one_stays(
 def kills(folder: Path) -> None:
     """Forks a writer, kills it and reads, ten times; in a process of its own, which has no threads."""
     torch.set_num_threads(1)
-    number = -1
+    number, dice = -1, random.Random(1)
     for _ in range(10):
         ready, told = os.pipe()
         writer = os.fork()
@@ -286,7 +286,7 @@ def kills(folder: Path) -> None:
                 os.write(told, b".")
         os.close(told)
         os.read(ready, 1)
-        time.sleep(random.uniform(0, 0.02))
+        time.sleep(dice.uniform(0, 0.02))
         os.kill(writer, signal.SIGKILL)
         os.waitpid(writer, 0)
         os.close(ready)
@@ -298,4 +298,4 @@ def kills(folder: Path) -> None:
 
 def test_of_a_writer_that_is_killed_at_any_moment_the_newest_is_whole(tmp_path: Path) -> None:
     with warm.context().Pool(1) as pool:
-        pool.apply_async(kills, (tmp_path,)).get(60)
+        pool.apply_async(kills, (tmp_path,)).get(240)

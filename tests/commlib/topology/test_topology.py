@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import commlib
-from cluster import Cluster
+from cluster import HANG_S, Cluster
 from commlib.consistency import make
 from commlib.server.chunks import group_of
 from commlib.topology.topology import Topology
@@ -156,12 +156,17 @@ def test_a_group_that_has_gone_holds_nobody_up_and_its_updates_stay() -> None:
         optimizer = torch.optim.SGD(trained.parameters(), lr=0.05)
         server = cluster.join(trained, optimizer, rank, str(topology))
         for step in range(5 if rank else 12):
+            if step == 11:
+                assert gone.wait(HANG_S)
             optimizer.zero_grad()
             backward(trained, rank, step)
             server.step()
         server.close()
+        if rank:
+            gone.set()
         return state(trained)
 
+    gone = threading.Event()
     with Cluster(2, 2) as cluster:
         found = cluster.train(worker)
     assert not same(found[0], found[1])  # group 0 has gone on

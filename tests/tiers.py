@@ -27,10 +27,25 @@ FAST = "not full"
 LIMIT_S = 5.0
 """Seconds that a test of the fast tier may take, its fixtures not counted."""
 
+_WAITS = "it waits for a time-out to lapse, which is long enough for busy ranks to be in time"
+
 LONGER: dict[str, str] = {
     "tests/test_leaks.py::test_leaks_fail_the_test_that_made_them": "it waits for what does not go away, three times",
+    "tests/commlib/test_hook_bad_input.py::test_a_rank_that_never_attaches_is_named_within_the_time_out": _WAITS,
+    "tests/commlib/test_hook_bad_input.py::test_the_others_do_not_hang_when_one_rank_passes_no_ddp_model": _WAITS,
+    "tests/commlib/local/test_steps.py::test_nobody_waits_for_ever_for_a_rank_that_does_not_come": _WAITS,
+    "tests/commlib/sharded/test_step.py::test_a_rank_that_does_not_come_is_named": _WAITS,
+    "tests/commlib/test_drift.py::test_who_does_not_come_is_named": _WAITS,
     "tests/commlib/pipeline/test_hetpipe.py::"
     "test_with_no_distance_two_pipelines_compute_what_one_process_does_to_the_last_bit": "a server for each stage",
+    "tests/commlib/test_doctor.py::test_two_processes_all_reduce": "two processes that import PyTorch, as users have them",
+    "tests/commlib/test_lightning.py::test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit": "eight runs of a trainer",
+    "tests/commlib/test_transformers.py::test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit": "as many of another",
+    "tests/bench/test_train_command.py::test_json_of_codecs_and_seeds": "four trainings by the command",
+    "tests/bench/exchange/test_exchange_command.py::test_figures_of_two_ranks_as_json_and_kept": "it is a benchmark",
+    "tests/docs/test_commands.py::test_every_command_is_readable_and_has_a_treatment": "hundreds of commands",
+    "tests/compressors/kernels/test_numba_cpu.py::"
+    "test_decodes_what_the_reference_does_for_any_number_of_ranks": "the first one compiles",
 }
 """Test without its parameters → why it takes longer. At most twenty."""
 

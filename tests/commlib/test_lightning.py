@@ -174,6 +174,7 @@ def takes(world: World, folder: str) -> dict[str, Any]:
     return ended(module.taken)
 
 
+@pytest.mark.full
 def test_another_number_of_ranks_shares_out_what_was_not_sent(fleet: Fleet, tmp_path: Path):
     fleet.run(2, saves, str(tmp_path))
     before = owed([torch.load(tmp_path / "step=4.ckpt", weights_only=False)[KEY]])

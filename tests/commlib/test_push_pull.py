@@ -238,6 +238,7 @@ def managed(world: World, servers: commlib.Servers, steps: int, scripted: bool) 
     return torch.equal(plain, served), same_everywhere(world, served), taken, settled
 
 
+@pytest.mark.full
 def test_a_managers_layers_go_by_servers_and_back_between_steps(fleet: Fleet) -> None:
     with shards(2, 2) as servers:
         for equal, same, taken, _ in fleet.run(2, managed, servers, 12, True):
@@ -299,6 +300,7 @@ def test_a_wrong_address_is_named_in_time(fleet: Fleet) -> None:
             assert f"nobody keeps a meeting place at {at}, for 10 s" in text
 
 
+@pytest.mark.full
 def test_too_few_shards_are_named_in_time(fleet: Fleet) -> None:
     with Cluster(1, 2, endpoint="zmq") as cluster:
         cluster.await_shards()
@@ -350,6 +352,7 @@ def with_a_kill(world: World, servers: commlib.Servers, pid: int) -> tuple[str, 
     return text, torch.equal(plain.weights(), served.weights())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_shard_that_is_killed_is_named_in_time_where_it_had_the_only_copy(fleet: Fleet, count: int) -> None:
     with processes(count) as (at, pids):

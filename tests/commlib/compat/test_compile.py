@@ -163,6 +163,7 @@ def test_a_compiled_model_has_the_gradients_and_residuals_of_the_eager_one(fleet
         check(found, form)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", [FORMS[0], *full(FORMS[1])])
 def test_so_has_one_whose_backward_pass_is_a_graph_too(fleet: Fleet, form: str) -> None:
     for found in fleet.run(2, compared, form, WHOLE, ("onebit@gather", "factors"), "aot_eager"):

@@ -159,6 +159,7 @@ def test_it_trains_on_four_ranks_sharded_again_over_two_after_the_forward_pass(f
     assert fleet.run(4, trains, cases) == [[]] * 4
 
 
+@pytest.mark.full
 def test_hsdp_trains_with_equal_replicas(fleet: Fleet) -> None:
     cases: list[tuple[str, dict[str, Any]]] = [
         ("onebit", {"replicas": 2}),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -238,7 +240,8 @@ def test_another_tau_in_a_checkpoint_and_what_is_closed_are_told(fleet: Fleet) -
 
 
 def alone(world: World) -> None:
-    local = LocalSteps(network(0), tau=1, timeout=20)
+    group = dist.new_group(timeout=datetime.timedelta(seconds=10))  # for what both make, too
+    local = LocalSteps(network(0), tau=1, timeout=20, process_group=group)
     if world.rank == 0:
         local.meet()
 

@@ -6,7 +6,7 @@ import os
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-import steady
+from tests import steady
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.a" name="test_green"/>

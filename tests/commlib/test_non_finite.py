@@ -71,8 +71,10 @@ def all_pairs(world: World, pairs: list[str], amp: bool, value: float) -> dict[s
     return {pair: with_and_without(world, pair, amp, "2.weight", value) for pair in pairs}
 
 
-SOME = ("none@dense", "onebit@scatter_gather", "qsgd@gather", "dgc:ratio=0.05@gather", "powersgd:rank=2@low_rank")
-SOME += ("blocks:keep=0.2,staleness=6,block=32@blocks", "none@factors", "none@owners")
+SOME = (
+    *("none@dense", "onebit@scatter_gather", "qsgd@gather", "dgc:ratio=0.05@gather", "powersgd:rank=2@low_rank"),
+    *("blocks:keep=0.2,staleness=6,block=32@blocks", "none@factors", "none@owners"),
+)
 
 
 @pytest.mark.parametrize("pairs", [SOME, *full((PAIRS,))])

@@ -111,6 +111,7 @@ def test_a_rank_that_does_not_come_is_named_by_all_others(fleet: Fleet) -> None:
     assert fleet.run(3, one_does_not_come) == [words, words, "elsewhere"]
 
 
+@pytest.mark.full
 def test_a_rank_that_leaves_in_mid_stream_is_named_by_all_others(fleet: Fleet) -> None:
     first, gone, last = fleet.run(3, one_leaves)
     assert gone == "KeyError: 'gone'"
@@ -118,6 +119,7 @@ def test_a_rank_that_leaves_in_mid_stream_is_named_by_all_others(fleet: Fleet) -
         assert said.startswith("PeerLost: no stream of all 3 ranks at once: rank 1 did not say within")
 
 
+@pytest.mark.full
 def test_a_rank_that_is_stopped_in_mid_stream_is_named_by_all_others_before_it_is_awake(fleet: Fleet) -> None:
     first, _, last = fleet.run(3, one_is_stopped)
     for said, rank in (first, last):

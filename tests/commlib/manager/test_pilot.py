@@ -357,7 +357,7 @@ class Close(Cluster):
     Trials show nothing of the backward pass, so none is for a better plan.
     """
 
-    ratios = (1.0,)
+    ratios: tuple[float, ...] = ()
     trials = 0
 
     def figures(self) -> Figures:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import random
 import threading
 import time
@@ -265,7 +266,7 @@ def failed(behind: int) -> list[str]:
         works = [a.allreduce([ones()]) for _ in range(1 + behind)]
         patience = datetime.timedelta(seconds=15)  # none is left to wait for nothing
         each([lambda: works[0].wait(), lambda: b.barrier().wait()], lambda call: said(call))
-        words = [said(lambda work=work: work.wait(patience)) for work in works]
+        words = [said(functools.partial(work.wait, patience)) for work in works]
         words.append(said(lambda: a.allreduce([ones()]).wait()))
         a.shutdown()
         return [*words, said(lambda: a.allreduce([ones()]).wait())]

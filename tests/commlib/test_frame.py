@@ -58,6 +58,7 @@ def test_the_header_that_the_bad_ones_below_differ_from_is_good() -> None:
         ([b""], "not commlib's"),
         ([b"GET / HTTP/1.1\r\n\r\n"], "not commlib's: it begins with b'GET '"),
         ([MAGIC], "version none"),
+        ([MAGIC + b"\x07 and whatever that has"], "version 07 of the wire format"),  # before it is read as this one
         ([header(*GOOD, version=2)], "version 02 of the wire format, this is 01: install the same commlib"),
         ([header(*GOOD)[:-1]], "cannot be read"),
         ([header(*GOOD) + b"\0"], "cannot be read"),

@@ -102,3 +102,61 @@ def _error(future: torch.futures.Future[Tensor]) -> BaseException | None:
 
 def test_what_looking_around_has_found_is_the_error_of_that_bucket_and_of_all_later_ones(fleet: Fleet) -> None:
     assert fleet.run(3, gives_up) == [(True, True)] * 3
+
+
+class Alone:
+    """A process group of one rank, where a sum is there at once; notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[float] = []
+
+    def size(self) -> int:
+        return 1
+
+    def allreduce(self, tensors: list[Tensor]) -> Alone:
+        self.asked.append(float(tensors[0]))
+        return self
+
+    def wait(self) -> bool:
+        return True
+
+
+def driven(groups: list[Alone]) -> Sequencer:
+    return Sequencer([{"world": group} for group in groups], lambda what, error: error, inline=False)
+
+
+def test_every_round_goes_over_the_group_of_that_round_and_buckets_in_order_in_each() -> None:
+    groups = [Alone(), Alone(), Alone()]
+
+    def rounds(bucket: int) -> Rounds:
+        for round_ in range(3):
+            yield [AllReduce(torch.tensor([10.0 * bucket + round_]))]
+
+    sequencer = driven(groups)
+    futures = [sequencer.submit(f"bucket {b}", rounds(b), torch.zeros(1)) for b in range(4)]
+    for future in futures:
+        future.wait()
+    sequencer.close()
+    assert [group.asked for group in groups] == [[10.0 * b + r for b in range(4)] for r in range(3)]
+
+
+def test_the_first_reason_to_give_up_stays_the_one() -> None:
+    sequencer, first, second = driven([Alone()]), KeyError("first"), KeyError("second")
+    assert sequencer.failed is None
+    assert sequencer.give_up(first) is first
+    assert sequencer.give_up(second) is first
+    assert sequencer.failed is first
+
+
+def test_after_giving_up_no_bucket_is_issued_by_any_way() -> None:
+    group = Alone()
+    sequencer, value = driven([group]), torch.ones(1)
+    sequencer.give_up(KeyError("nobody comes"))
+    futures = [
+        sequencer.submit("a", iter([[AllReduce(value)]]), value),
+        sequencer.single("b", AllReduce(value), value),
+        sequencer.here("c", AllReduce(value), value, lambda: None),
+    ]
+    assert [str(_error(f)) for f in futures] == ["'nobody comes'"] * 3
+    assert group.asked == []
+    sequencer.close()

@@ -131,3 +131,42 @@ def test_rows_of_an_odd_dtype_are_refused() -> None:
     odd = torch.zeros(1, M, dtype=torch.complex64), torch.zeros(1, N, dtype=torch.complex64)
     with pytest.raises(TypeError, match="complex64"):
         trip.start([odd], False, Meeting(1))
+
+
+def started(
+    calls: list[int], habits: list[Habit], dirty: bool = False
+) -> tuple[list[Trip], list[tuple[Tensor, Tensor]]]:
+    """A step of so many rows on each rank, after its first round; and these rows. The last rank may be dirty."""
+    size, gen = len(calls), torch.Generator().manual_seed(0)
+    group, had = Meeting(size), [rows(k, gen, False) for k in calls]
+    trips = [Trip(to_all(World(r, size)), habit, CPU) for r, habit in enumerate(habits)]
+    for trip, mine in zip(trips, had, strict=True):
+        trip.start([mine], dirty and trip is trips[-1], group)
+    return trips, had
+
+
+@pytest.mark.parametrize(("k", "way"), [(1, "again"), (8, "summed")])
+def test_rows_go_again_only_while_that_takes_fewer_bytes_than_the_matrices(k: int, way: str) -> None:
+    """4·(N + M) bytes a row, and 4·N·M of the matrices."""
+    trips, _ = started([k, k], [Habit(), Habit()])
+    assert [trip.way() for trip in trips] == [way] * 2
+
+
+def test_rows_that_just_fill_the_room_arrive_in_the_first_round() -> None:
+    habits = [Habit(), Habit()]
+    for habit in habits:
+        habit.expect(3)
+    trips, had = started([3, 1], habits)
+    assert [trip.way() for trip in trips] == ["gathered"] * 2
+    for trip in trips:
+        u, v = trip.everyone()
+        assert torch.equal(u, torch.cat([u for u, _ in had]))
+        assert torch.equal(v, torch.cat([v for _, v in had]) / 2)
+
+
+def test_gradient_besides_the_rows_has_the_matrices_summed_though_all_rows_have_come() -> None:
+    habits = [Habit(), Habit()]
+    for habit in habits:
+        habit.expect(3)
+    trips, _ = started([3, 3], habits, dirty=True)
+    assert [trip.way() for trip in trips] == ["summed"] * 2

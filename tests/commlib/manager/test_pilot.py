@@ -350,3 +350,42 @@ def test_when_a_link_that_took_no_time_becomes_slow_the_plan_follows() -> None:
         cluster.review()
     assert "instead of no limit that shows" in " ".join(cluster.log)
     assert set(cluster.settle().routes.values()) == {"factors"}
+
+
+class Close(Cluster):
+    """What the plan takes, in parts of dense's time, trial by trial; dense's first steps take longer.
+
+    Trials show nothing of the backward pass, so none is for a better plan.
+    """
+
+    ratios: tuple[float, ...] = ()
+    trials = 0
+
+    def figures(self) -> Figures:
+        f, phase = super().figures(), self.decision.phase
+        if phase == "trial":
+            self.trials += 1
+            return dataclasses.replace(f, span=self.span() * self.ratios[self.trials - 1], buckets=())
+        return dataclasses.replace(f, span=self.span() * (1.5 if phase == "watch" else 1.0))
+
+
+def close(*ratios: float) -> Close:
+    cluster = Close([(4096, 9216), (4096, 4096), (1000, 4096)], 32, 0.2, 40e9)
+    cluster.ratios = ratios
+    while cluster.review().phase != "steady" and cluster.trials < len(ratios):
+        pass
+    return cluster
+
+
+def test_a_plan_that_wins_by_little_does_so_in_three_rounds_and_no_more() -> None:
+    cluster = close(*[0.95] * 6)
+    assert cluster.decision.phase == "steady"
+    assert cluster.decision.routes
+    assert cluster.trials == 3
+    assert "0.95 of dense's time, in the median of 3 rounds" in cluster.log[-1]
+
+
+def test_the_round_after_the_first_steps_of_all_counts_by_the_dense_steps_that_came_then() -> None:
+    cluster = close(0.99, 0.97, 1.0)
+    assert cluster.trials == 3
+    assert "it lost in practice: with it a step took 0.99 of dense's time" in cluster.log[-1]

@@ -23,7 +23,7 @@ from commlib.layer import LayerSpec
 from commlib.server.cell import Cell
 from commlib.server.client import Client
 from commlib.server.coding import Coding, way, way_of_values
-from commlib.server.messages import Ack, Message, Pull, Push, Send, Unknown, Values
+from commlib.server.messages import Ack, Adopt, Message, Pull, Push, Replicate, Send, Unknown, Values
 from commlib.server.ring import Ring
 from commlib.server.shard import Shard
 from commlib.server.view import View, first, following
@@ -371,3 +371,17 @@ def test_a_push_that_is_not_finite_is_refused_and_its_worker_told() -> None:
     assert client.refused == [("w[0]", 0)]
     assert client.unacknowledged == 0
     assert shard.cells["w[0]"].values.tolist() == [0.0, 1.0, 0.0]
+
+
+def test_replicas_are_told_all_before_what_came_early_is_sent_on() -> None:
+    made, key = functools.partial(cell, BSP(), (0,)), "w[0]"
+    a, b = Shard("a", View(0, {key: ("a",)}, {0: 0}), made), Shard("b", View(0, {}, {0: 0}), made)
+    view = View(1, {key: ("a", "b")}, {0: 0})
+    assert a.handle(Push(1, key, 0, 0, pushed(0, 0))) == []  # its worker has the view already
+    assert b.change(view) == []
+    sends = a.change(view)
+    assert [(to, type(message)) for to, message in sends] == [("b", Adopt), ("b", Replicate)]
+    for _, message in sends:
+        b.handle(message)
+    assert b.cells[key].values.tolist() == a.cells[key].values.tolist() == [1.0, 0.0, 0.0]
+    assert b.cells[key].number == a.cells[key].number == 1

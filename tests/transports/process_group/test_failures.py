@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import random
 import threading
 import types
@@ -258,3 +259,21 @@ def test_calls_are_carried_out_in_the_order_made_whoever_waits_for_which() -> No
 
     with groups(3) as ranks:
         each(ranks, call)
+
+
+def failed(behind: int) -> list[str]:
+    """What a rank's calls fail with that are behind one that its peer does not make, and then a later one."""
+    with groups(2) as (a, b):
+        works = [a.allreduce([ones()]) for _ in range(1 + behind)]
+        patience = datetime.timedelta(seconds=15)  # none is left to wait for nothing
+        each([lambda: works[0].wait(), lambda: b.barrier().wait()], lambda call: said(call))
+        words = [said(functools.partial(work.wait, patience)) for work in works]
+        words.append(said(lambda: a.allreduce([ones()]).wait()))
+        a.shutdown()
+        return [*words, said(lambda: a.allreduce([ones()]).wait())]
+
+
+def test_all_calls_behind_one_that_failed_fail_for_its_reason_even_once_the_group_is_gone() -> None:
+    first, *others = failed(behind=3)
+    assert "(group 'test', call 1, all_reduce(8 × float32, sum), 20 s; " in first
+    assert others == [first] * 5

@@ -25,11 +25,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from tiers import FAST
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("commlib", "compressors", "transports", "bench")
 KINDS = ("sign", "off by one", "order")
-# What is not of the fast tier catches nothing. Pytest takes no marker that is not declared.
-FAST = ("-m", "not full") if '"full:' in (ROOT / "pyproject.toml").read_text(encoding="utf-8") else ()
 PATIENCE = 120.0  # seconds that a run may take before it counts as one that hangs
 
 _PASSED, _FAILED = 0, 1  # pytest's exit codes; by any other no test was judged
@@ -425,8 +425,7 @@ def put_in(mutant: Mutant, folder: Path) -> None:
 
 def run(folder: Path, tests: Sequence[str], patience: float = PATIENCE) -> tuple[int | None, str]:
     """Pytest's exit code and what it printed; None as code: it was not through in time, and was killed whole."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *FAST]
-    command += ["--hypothesis-profile=ci", *tests]  # the same examples of every property in every run
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", FAST, *tests]
     env = {**os.environ, "PYTHONPATH": str(folder), "TMPDIR": str(folder.parent)}  # what a killed run leaves goes, too
     # A session of its own is a process group of its own: what hangs is killed with the ranks that it has forked.
     process = subprocess.Popen(

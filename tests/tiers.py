@@ -40,8 +40,8 @@ LONGER: dict[str, str] = {
     "tests/commlib/pipeline/test_hetpipe.py::"
     "test_with_no_distance_two_pipelines_compute_what_one_process_does_to_the_last_bit": "a server for each stage",
     "tests/commlib/test_doctor.py::test_two_processes_all_reduce": "two processes import PyTorch, as a user's do",
-    "tests/commlib/test_lightning.py::test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit": "a trainer runs eight times",
-    "tests/commlib/test_transformers.py::test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit": "a trainer runs eight times",
+    "tests/commlib/test_lightning.py::test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit": "eight trainings",
+    "tests/commlib/test_transformers.py::test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit": "eight trainings",
     "tests/bench/test_train_command.py::test_json_of_codecs_and_seeds": "four trainings by the command",
     "tests/bench/exchange/test_exchange_command.py::test_figures_of_two_ranks_as_json_and_kept": "it is a benchmark",
     "tests/docs/test_commands.py::test_every_command_is_readable_and_has_a_treatment": "hundreds of commands",

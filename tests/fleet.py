@@ -87,7 +87,7 @@ class Fleet:
                 try:
                     ok, value = cast(Connection, pipe).recv()
                 except EOFError:
-                    ok, value = False, "the process died"
+                    ok, value = False, f"the process died; last words of all ranks:\n{warm.printed()}"
                 (results if ok else errors)[rank] = _load(value) if ok else value
             if errors:
                 end = min(end, time.monotonic() + 20)  # the others may only be waiting for it

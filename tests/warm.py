@@ -10,9 +10,11 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,16 +27,40 @@ _PRELOAD = ("torch", "torch._dynamo", "commlib", "commlib.bench.train.rank", "py
 
 
 def context() -> Any:
-    """For ``Process`` and ``Pipe``; its server starts with the first process."""
-    made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(list(_PRELOAD))
-    return made
+    """For ``Process`` and ``Pipe``, whose processes are forked from the server."""
+    begin()
+    return multiprocessing.get_context("forkserver")
 
 
 def begin() -> None:
-    """Start the server now, without waiting for what it imports."""
-    context()
-    forkserver.ensure_running()
+    """Start the server unless it runs, without waiting for what it imports.
+
+    What its processes print goes into a file of the temporary folder (:func:`printed`), unless they have it elsewhere:
+    the server outlives the test that starts it, and so would a place in the output of that test.
+    """
+    if server() is not None:
+        return
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(_PRELOAD))
+    ours = {fd: os.dup(fd) for fd in (1, 2)}
+    log = os.open(_log(), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        for fd in ours:
+            os.dup2(log, fd)
+        forkserver.ensure_running()
+    finally:
+        os.close(log)
+        for fd, kept in ours.items():
+            os.dup2(kept, fd)
+            os.close(kept)
+
+
+def printed() -> str:
+    """The last that forked processes have printed."""
+    return _log().read_text(errors="replace")[-3000:] if _log().exists() else ""
+
+
+def _log() -> Path:
+    return Path(tempfile.gettempdir()) / f"forked-{os.getpid()}.log"
 
 
 def server() -> int | None:

@@ -36,6 +36,12 @@ LONGER: dict[str, str] = {
     "tests/commlib/manager/test_manager_ddp.py::test_a_rank_that_does_not_come_to_a_review_is_named": _WAITS,
     "tests/commlib/local/test_steps.py::test_nobody_waits_for_ever_for_a_rank_that_does_not_come": _WAITS,
     "tests/commlib/sharded/test_step.py::test_a_rank_that_does_not_come_is_named": _WAITS,
+    "tests/commlib/test_hierarchy_peer_lost.py::"
+    "test_every_other_rank_names_it_in_time_fails_the_next_step_too_and_ends_by_itself": "a roll call of five seconds",
+    "tests/transports/process_group/test_cuts.py::test_the_right_result_or_a_named_error_in_time": _WAITS,
+    "tests/commlib/test_exports.py::test_docstring_examples": "it imports every module, and Lightning with one",
+    "tests/commlib/manager/test_board.py::test_without_rank_0_the_others_say_what_they_wait_for": _WAITS,
+    "tests/commlib/test_parameter_server_faults.py::test_who_does_not_come_is_named_within_the_deadline": _WAITS,
     "tests/commlib/test_drift.py::test_who_does_not_come_is_named": _WAITS,
     "tests/commlib/pipeline/test_hetpipe.py::"
     "test_with_no_distance_two_pipelines_compute_what_one_process_does_to_the_last_bit": "a server for each stage",

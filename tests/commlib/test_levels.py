@@ -182,6 +182,7 @@ def late(world: World) -> str:
         return str(caught.value)
 
 
+@pytest.mark.full
 def test_a_rank_that_does_not_attach_is_named_after_the_time_out(fleet: Fleet):
     for text in fleet.run(4, late)[:3]:
         assert "rank 3 of 4 did not attach within 10 s" in text

@@ -291,6 +291,7 @@ def test_what_cannot_be_is_said_on_every_rank(fleet: Fleet, name: str) -> None:
         assert re.search(said, text), text
 
 
+@pytest.mark.full
 def test_a_wrong_address_is_named_in_time(fleet: Fleet) -> None:
     with socket.socket() as held:  # nobody else can have this port, and nobody listens there
         held.bind(("127.0.0.1", 0))

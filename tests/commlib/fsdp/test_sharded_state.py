@@ -552,11 +552,13 @@ def a_replica_dies(world: World) -> None:
     trainer.train(3)
 
 
+@pytest.mark.full
 def test_a_replica_that_dies_is_named(fleet: Fleet) -> None:
     with pytest.raises(RankFailed, match=r"PeerLost: rank 0 of 2 could not exchange .*; rank 1 did not answer"):
         fleet.run(4, a_replica_dies)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("parameters", [None, "int8"])
 def test_a_rank_that_dies_is_named(fleet: Fleet, parameters: str | None) -> None:
     with pytest.raises(RankFailed, match=r"PeerLost: rank 0 of 2 could not .*; rank 1 did not answer"):

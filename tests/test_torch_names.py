@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 
+import pytest
+
 import torch_names
 
 GUARDED = {"get_group_store": "handshake.store_of has another way"}
@@ -16,6 +18,7 @@ def test_the_record_is_of_the_torch_that_is_promised() -> None:
     assert torch_names.RECORD.name == f"torch_{oldest}.txt"
 
 
+@pytest.mark.full
 def test_every_name_of_torch_was_there_in_the_oldest_torch() -> None:
     record = torch_names.recorded()
     unknown = {
@@ -28,6 +31,7 @@ def test_every_name_of_torch_was_there_in_the_oldest_torch() -> None:
     assert not unknown, f"not in {torch_names.RECORD.name} (or a new module or class: make test-torch27 writes it anew)"
 
 
+@pytest.mark.full
 def test_nothing_is_asked_of_torchs_objects_that_they_have_got_since() -> None:
     record = torch_names.recorded()
     old = set().union(*record.values())

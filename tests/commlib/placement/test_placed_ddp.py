@@ -301,6 +301,7 @@ def alone(world: World) -> None:
         os._exit(0)
 
 
+@pytest.mark.full
 def test_nobody_waits_for_ever_for_a_rank_that_is_gone_and_it_has_a_name(fleet: Fleet) -> None:
     with pytest.raises(RankFailed, match=r"PeerLost: rank 0 of 2 could not meet at layer 'first'.*rank 1 did not"):
         fleet.run(2, alone)

@@ -17,13 +17,14 @@ import pytest
 import torch
 from hypothesis import settings
 
+import tiers
 import warm
 from commlib.bench import launch
 from commlib.bench.lab import Lab, unavailable
 from commlib.cli import main
 from fleet import Fleet, nothing
 from leaks import children, listeners, threads
-from tiers import FAST, Clock, is_fast, left_out, too_long
+from tiers import FAST, is_fast, left_out
 from turns import shares, turn
 
 _PATIENCE = 60.0  # seconds that what a test started may take to go away by itself, on a busy machine
@@ -47,6 +48,7 @@ _REMOVAL = pytest.StashKey[Any]()
 
 def pytest_configure(config: pytest.Config) -> None:
     """All temporary files of a run, of its workers and of what they start lie in one folder, which ends with it."""
+    config.pluginmanager.register(tiers)
     if not hasattr(config, "workerinput"):
         folder = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="commlib-")
         # After multiprocessing has removed its own, at -100.
@@ -80,14 +82,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(skip)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    clock = Clock()
-    yield
-    if is_fast(item) and (why := too_long(item.nodeid, clock.seconds())):
-        pytest.fail(why, pytrace=False)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

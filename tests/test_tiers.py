@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 import time
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -89,6 +92,41 @@ def test_one_that_takes_longer_than_the_limit_is_told_how_long_and_what_to_do() 
     assert said is not None
     assert "took 7.0 s" in said
     assert "mark it full" in said
+
+
+TOOK = """
+import tiers
+
+seconds = iter([9.0, 1.0, 9.0, 9.0])
+tiers.Clock.seconds = lambda self: next(seconds)
+"""
+
+TESTS = """
+tries = []
+
+def test_too_long_at_first():
+    pass
+
+def test_too_long_ever():
+    pass
+
+def test_wrong():
+    tries.append("once")
+    assert len(tries) == 2
+"""
+
+
+def test_one_that_takes_too_long_has_a_second_try_and_one_that_is_wrong_has_none(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(TOOK)
+    (tmp_path / "test_it.py").write_text(TESTS)
+    options = ["-q", "-p", "no:cacheprovider", "-p", "tiers", "-rA", "--rootdir", str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "COLUMNS": "200"}
+    command = [sys.executable, "-m", "pytest", *options]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    out = done.stdout + done.stderr
+    assert "PASSED test_it.py::test_too_long_at_first" in out, out
+    assert "FAILED test_it.py::test_too_long_ever - Failed: took 9.0 s" in out, out
+    assert "FAILED test_it.py::test_wrong - " in out, out
 
 
 def test_one_of_the_list_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:

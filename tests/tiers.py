@@ -2,7 +2,8 @@
 
 A test of the fast tier takes at most :data:`LIMIT_S`. A longer one fails, unless :data:`LONGER` says why it may: this
 keeps the fast tier fast. What counts is what a test used of the cores, or the time in which it waited although no
-process wanted for a core: no test is red because the machine is busy.
+process wanted for a core: no test is red because the machine is busy. And it has two tries: the first of its kind may
+have much to import, to compile, or to read from a disk.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.runner import runtestprotocol  # as plug-ins that run a test again use it
 from hypothesis import settings
 
 from leaks import descendants
@@ -60,6 +62,34 @@ LONGER: dict[str, str] = {
 def full(*values: Any) -> list[Any]:
     """Values of a parameter that only ``make test-all`` runs: ``parametrize("size", [2, *full(3, 4)])``."""
     return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.full) for v in values]
+
+
+_LATE = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Run a test of the fast tier, and once more if it took too long."""
+    if not is_fast(item):
+        return None
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    reports = runtestprotocol(item, log=False, nextitem=nextitem)
+    if _LATE in item.stash:
+        reports = runtestprotocol(item, log=False, nextitem=nextitem)
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test of the fast tier that took too long."""
+    clock = Clock()
+    yield
+    if is_fast(item) and (why := too_long(item.nodeid, clock.seconds())):
+        item.stash[_LATE] = True
+        pytest.fail(why, pytrace=False)
 
 
 def examples(most: int) -> int:

@@ -19,8 +19,8 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## */  make \1\t/' | expand -t 20
 
-# Tests at a time, one more than two cores: many wait for processes of their own. WORKERS=0 runs them in pytest's own process, as for --pdb.
-WORKERS ?= 3
+# Tests at a time, twice as many as two cores: many wait for processes of their own, or for a deadline. WORKERS=0 runs them in pytest's own process, as for --pdb.
+WORKERS ?= 4
 
 demo: $(READY)  ## train a small network on two processes: uncompressed, and with three codecs
 	$(BIN)/commlib train --task digits --ranks 2 --comm none --comm onebit --comm topk:ratio=0.01 --comm powersgd:rank=4

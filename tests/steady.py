@@ -85,7 +85,7 @@ def red_in(report: ET.Element) -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=10, help="how often, the one on a single core included")
-    parser.add_argument("--workers", type=int, default=3, help="tests at a time")
+    parser.add_argument("--workers", type=int, default=4, help="tests at a time")
     given, options = parser.parse_known_args()
     cores = sorted(os.sched_getaffinity(0))
     ever: dict[str, list[int]] = collections.defaultdict(list)

@@ -139,7 +139,7 @@ def flushed(world: World, rule: str, merged: dict[str, Any]) -> float:
     return float((exchanged - alone - pending).abs().max())
 
 
-@pytest.mark.parametrize("before", ["topk:ratio=0.1@gather", "onebit@scatter_gather"])
+@pytest.mark.parametrize("before", ["onebit@scatter_gather", *full("topk:ratio=0.1@gather")])
 @pytest.mark.parametrize(("rule", "error"), [("fp16@gather", 2e-4), ("none", 1e-6), ("factors", 1e-6)])
 def test_gradient_that_was_pending_arrives_after_a_change_of_codec_and_world_size(
     fleet: Fleet, before: str, rule: str, error: float

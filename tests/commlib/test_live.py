@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commlib
 from commlib.exchange.item import World
 from fleet import Fleet
+from tiers import full
 from toy import Trainer, batch, head, model, owed, poison, same_everywhere
 
 
@@ -103,7 +104,7 @@ def as_plain(world: World, rule: Any, style: str, wrap: dict[str, Any]) -> dict[
     }
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, *full(2)])
 @pytest.mark.parametrize(
     ("rule", "style", "wrap"),
     [
@@ -195,7 +196,7 @@ def picked_up(world: World, rule: str, style: str) -> tuple[bool, bool, int]:
     return same, everywhere, parts.comm.stats().steps
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, *full(2)])
 @pytest.mark.parametrize(
     ("rule", "style"),
     [
@@ -344,7 +345,7 @@ def skipped_before(world: World, rules: tuple[str, str]) -> tuple[bool, bool]:
     return torch.equal(*weights), same_everywhere(world, weights[0])
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, *full(2)])
 @pytest.mark.parametrize("rules", [("onebit", "int8:ef=on"), ("topk:ratio=0.1", "none"), ("factors", "onebit")])
 def test_a_step_that_is_not_finite_just_before_a_swap_leaves_no_trace(
     fleet: Fleet, size: int, rules: tuple[str, str]

@@ -247,6 +247,7 @@ def test_a_managers_layers_go_by_servers_and_back_between_steps(fleet: Fleet) ->
             assert taken == {"none@dense", "none@push_pull"}
 
 
+@pytest.mark.full
 def test_the_manager_measures_servers_and_settles_and_loses_nothing(fleet: Fleet) -> None:
     with shards(1, 2) as servers:
         for equal, same, taken, settled in fleet.run(2, managed, servers, 150, False):

@@ -135,7 +135,7 @@ def beside_ddp(world: World, rule: str, optimizer: str, wrap: dict[str, Any]) ->
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, *full(2)])
 @pytest.mark.parametrize(
     ("rule", "optimizer", "wrap"),
     [

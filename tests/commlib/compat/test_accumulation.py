@@ -15,6 +15,7 @@ from commlib.exchange import BY_ROWS
 from commlib.exchange.item import World
 from commlib.factors.kept import Kept
 from fleet import Fleet
+from tiers import full
 from toy import batch, model, same_everywhere
 
 BOUND = 2e-6  # of the largest value: float32 sums in another order
@@ -156,7 +157,7 @@ def compare(world: World, way: str, view: bool) -> dict[str, tuple[float, float,
     return found
 
 
-@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("view", [False, *full(True)])
 @pytest.mark.parametrize("way", WAYS)
 def test_whatever_is_done_with_it_gradients_are_those_of_plain_ddp(fleet: Fleet, way: str, view: bool) -> None:
     for found in fleet.run(2, compare, way, view):

@@ -190,7 +190,7 @@ def again_and_again(world: World, rule: str) -> tuple[int, int]:
     return first, counters["frames"]["total"]
 
 
-@pytest.mark.parametrize("rule", ["onebit@gather", "factors", "auto"])
+@pytest.mark.parametrize("rule", ["onebit@gather", *full("factors", "auto")])
 def test_later_steps_compile_nothing(fleet: Fleet, rule: str) -> None:
     for first, later in fleet.run(2, again_and_again, rule):
         assert first == later > 0
@@ -213,7 +213,7 @@ def whole_step(world: World, rule: str) -> tuple[bool, bool, int]:
     return torch.equal(*grads), same(*(run.close() for run in runs)), steps - STEPS
 
 
-@pytest.mark.parametrize("rule", ["none", "onebit@gather", "factors", "auto"])
+@pytest.mark.parametrize("rule", ["onebit@gather", *full("none", "factors", "auto")])
 def test_a_step_compiled_as_a_whole_is_that_of_the_eager_one(fleet: Fleet, rule: str) -> None:
     assert fleet.run(2, whole_step, rule) == [(True, True, 3)] * 2
 

@@ -126,7 +126,7 @@ MOVES = [
 ]
 
 
-@pytest.mark.parametrize(("old", "new", "rule"), MOVES, ids=str)
+@pytest.mark.parametrize(("old", "new", "rule"), [*MOVES[1:3], *full(MOVES[0], *MOVES[3:])], ids=str)
 def test_on_another_mesh_nothing_that_is_owed_is_lost(
     fleet: Fleet, tmp_path: Path, old: tuple[int, int], new: tuple[int, int], rule: str
 ) -> None:

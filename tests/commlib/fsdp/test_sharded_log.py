@@ -14,6 +14,7 @@ from torch import nn
 from commlib.exchange.item import World
 from fleet import Fleet
 from shards import Network, ShardedTrainer, batch
+from tiers import full
 from toy import heard, says_when_it_waits
 
 
@@ -45,8 +46,8 @@ def logged(world: World, rule: str, replicas: int, folder: str) -> dict[str, Any
     }
 
 
-@pytest.mark.parametrize("rule", ["onebit", "none", "nothing"])
-@pytest.mark.parametrize(("size", "replicas"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize("rule", ["onebit", *full("none", "nothing")])
+@pytest.mark.parametrize(("size", "replicas"), [(2, 1), *full((4, 2))])
 def test_entries_add_up_and_training_is_the_same_whoever_logs(
     fleet: Fleet, tmp_path: Path, rule: str, size: int, replicas: int
 ) -> None:

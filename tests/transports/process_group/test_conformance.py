@@ -14,6 +14,7 @@ from torch import Tensor
 import commlib  # noqa: F401  # registers the backend
 from commlib.exchange.item import World
 from fleet import Fleet
+from tiers import full
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16,
@@ -209,7 +210,7 @@ def conform(world: World, name: str, count: int) -> None:
         dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [4, *full(2)])
 @pytest.mark.parametrize("name", [case.__name__ for case in CASES])
 def test_over_zmq_as_over_gloo(fleet: Fleet, name: str, size: int) -> None:
     fleet.run(size, conform, name, 12)

@@ -77,6 +77,7 @@ def delayed(world: World) -> tuple[bool, bool, int]:
     return through_delays(lambda: trainer(world, MIXED, cap=0.001), 20)
 
 
+@pytest.mark.full
 def test_random_delays_between_rounds_change_nothing(fleet: Fleet) -> None:
     for unchanged, equal, naps in fleet.run(4, delayed):
         assert unchanged

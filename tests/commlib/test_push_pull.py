@@ -108,6 +108,7 @@ def accumulating(world: World, servers: commlib.Servers | None) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in ddp.parameters()])
 
 
+@pytest.mark.full
 def test_gradients_that_are_accumulated_of_uneven_layers_come_out_as_ddps_to_the_last_bit(fleet: Fleet) -> None:
     with shards(3, 2, nbytes=1024) as servers:
         served = fleet.run(2, accumulating, servers)

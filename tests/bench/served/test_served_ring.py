@@ -16,6 +16,7 @@ from commlib.errors import PeerLost
 from commlib.exchange.item import World
 from commlib.handshake import store_of
 from fleet import Fleet, RankFailed
+from tiers import full
 
 PATIENCE_S = 3.0
 """It lapses for the rank that is stopped; the others are there."""
@@ -87,7 +88,7 @@ def one_is_stopped(world: World) -> tuple[str, int | None]:
     return str(error), error.rank if error else None
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3, *full(2)])
 def test_every_rank_has_the_same_figures(fleet: Fleet, ranks: int) -> None:
     first, *others = fleet.run(ranks, measure_twice)
     assert others == [first] * (ranks - 1)

@@ -88,6 +88,7 @@ def bad_steps(world: World, exchange: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("exchange", ["scatter_gather", *full("gather")])
 def test_one_value_that_is_not_finite_is_seen_by_the_scales(fleet: Fleet, exchange: str) -> None:
     assert fleet.run(2, bad_steps, exchange) == [[], []]

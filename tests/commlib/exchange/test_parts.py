@@ -221,7 +221,7 @@ def real(world: World, rule: Any, steps: int) -> tuple[bool, bool, bool]:
     return torch.equal(cut, whole), residuals and bool(wanted), same_everywhere(world, cut)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, *full(3)])
 def test_training_in_parts_ends_with_the_same_bits(fleet: Fleet, size: int) -> None:
     assert fleet.run(size, real, RULE, 20) == [(True, True, True)] * size
 

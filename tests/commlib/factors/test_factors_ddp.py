@@ -402,6 +402,7 @@ def compiled(world: World, outer: bool) -> tuple[float, bool, set[str]]:
     return float((ours - ddps).abs().max() / ddps.abs().max()), same_everywhere(world, ours), exchanges
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("outer", [False, *full(True)])
 def test_under_torch_compile(fleet: Fleet, outer: bool) -> None:
     for off, same, exchanges in fleet.run(2, compiled, outer):

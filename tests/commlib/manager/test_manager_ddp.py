@@ -17,6 +17,7 @@ from commlib.manager import manager
 from commlib.manager.decision import Decision
 from commlib.manager.sheet import Figures
 from fleet import Fleet
+from tiers import full
 from toy import heard, same_everywhere, say
 
 BOUND = 2e-6
@@ -194,7 +195,7 @@ def without(world: World, how: str) -> tuple[str, bool]:
     ("size", "how", "words"),
     [
         (1, "alone", "one rank only"),
-        (2, "compiled", "compiled"),
+        *full((2, "compiled", "compiled")),
         (2, "no layer", "no other exact route"),
         (2, "inside", "whose passes nobody sees"),
     ],

@@ -70,6 +70,7 @@ def test_the_rank_that_raised_is_named_and_the_others_are_ended() -> None:
     assert "fail_on_one" in caught.value.trace
 
 
+@pytest.mark.full
 def test_a_rank_that_dies_is_named_with_its_signal() -> None:
     with pytest.raises(RankFailed, match="rank 0 was killed by SIGKILL"):
         run_ranks(die_on_zero, 2, (int(signal.SIGKILL),), timeout=300)

@@ -204,6 +204,7 @@ def part_of_the_job(world: World) -> tuple[bool, str]:
     return all(torch.equal(grad, o) for o in others), comm.plan.about
 
 
+@pytest.mark.full
 def test_models_on_parts_of_the_job_have_hierarchies_of_their_own(fleet: Fleet):
     for equal, about in fleet.run(8, part_of_the_job):
         assert equal

@@ -93,6 +93,7 @@ def test_time_that_is_over_is_said_and_the_baseline_is_measured_nevertheless(bac
     assert f"2 ranks, {backend}, line" in out
 
 
+@pytest.mark.full
 def test_a_pair_that_cannot_be_attached_is_left_out_and_the_rest_goes_on() -> None:
     pairs = [BASELINE, Pair("onebit", "low_rank"), Pair("onebit", "gather")]
     with place(2, None, None) as where:

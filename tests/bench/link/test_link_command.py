@@ -60,6 +60,7 @@ def test_two_ranks_json_and_saved(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert saved.rows == [{k: v for k, v in row.items() if k in COLUMNS} for row in rows]
 
 
+@pytest.mark.full
 def test_a_table_and_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     link(op=["send_recv"], largest="64kB", seconds=60, plot=tmp_path / "link.svg")

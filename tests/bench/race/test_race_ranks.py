@@ -174,6 +174,7 @@ def test_ranks_that_cannot_even_start_are_an_error() -> None:
         race(Here(2), job, Schedule(["ddp"], 1, 1, 10.0, PATIENCE_S, PATIENCE_S), lambda visit, s: None)
 
 
+@pytest.mark.full
 def test_the_watchdog_says_who_hangs_where_no_parent_does() -> None:
     script = (
         "import threading\nfrom commlib.bench.race.watchdog import watched\n"

@@ -82,6 +82,7 @@ def test_a_bad_line_of_a_file_is_named_before_anything_starts(call: Call, tmp_pa
     assert err == f"error: {bad} line 2: index 1 comes after 2: indices must ascend, each once\n"
 
 
+@pytest.mark.full
 def test_a_file_is_solved_without_filters_and_with_them_and_both_are_shown(call: Call, file: Path) -> None:
     args = ("--data", str(file), "--ranks", "2", "--servers-count", "1", "--l1", "0.5", "--passes", "200")
     code, out, err = call(*TASK, *args, "--json")

@@ -79,6 +79,7 @@ def test_the_same_seed_gives_the_same_bits_whoever_comes_first(rows: Rows) -> No
     assert not torch.equal(runs[0].weights, other.weights)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("delay", [1, 50])
 def test_with_a_delay_it_comes_to_the_same_optimum(rows: Rows, optimum: float, delay: int) -> None:
     found = in_threads(plan(rows, delay=delay, tolerance=1e-5, passes=300, kkt=True, filters=FILTERS), rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from torch import nn
 
 from commlib.exchange.item import World
@@ -65,6 +66,7 @@ def kinds(world: World, rule: str) -> tuple[int, int, bool]:
     return first, tapped, len(fits) == 8 and all(fits)
 
 
+@pytest.mark.full
 def test_layers_that_are_left_dense_are_plain_once_nobody_watches(fleet: Fleet) -> None:
     for first, _, fits in fleet.run(2, kinds, "auto"):
         assert first > 0  # the manager wants to see their rows

@@ -154,6 +154,7 @@ def test_every_codec_trains_with_every_precision_and_unit_option(fleet: Fleet) -
     assert fleet.run(2, trains, cases) == [[], []]
 
 
+@pytest.mark.full
 def test_it_trains_on_four_ranks_sharded_again_over_two_after_the_forward_pass(fleet: Fleet) -> None:
     cases = [("onebit", {"shard": {"reshard_after_forward": 2}, "parameters": "int8"})]
     assert fleet.run(4, trains, cases) == [[]] * 4
@@ -260,6 +261,7 @@ def test_a_step_that_is_not_finite_on_one_rank_leaves_no_trace_on_any(fleet: Fle
     assert fleet.run(2, skipped, ["onebit", "topk:ratio=0.1", "int8", "qsgd"], 1, amp) == [[], []]
 
 
+@pytest.mark.full
 def test_nor_does_it_between_replicas(fleet: Fleet) -> None:
     assert fleet.run(4, skipped, ["onebit", "int8@scatter_gather"], 2, True) == [[]] * 4
 

@@ -27,14 +27,14 @@ _SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    fo
 
 
 @contextlib.contextmanager
-def load(cores: Sequence[int]) -> Iterator[None]:
-    """Keep each of these cores busy with a process of its own inside the block; it ends with this process, too."""
+def load(cores: Sequence[int]) -> Iterator[list[int]]:
+    """Keep each of these cores busy with a process of its own inside the block, and say which; it ends with this one."""
     spinning: list[subprocess.Popen[bytes]] = []
     try:
         for core in cores:
             spinning.append(subprocess.Popen([sys.executable, "-c", _SPIN]))
             os.sched_setaffinity(spinning[-1].pid, [core])
-        yield
+        yield [process.pid for process in spinning]
     finally:
         for process in spinning:
             process.kill()

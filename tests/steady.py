@@ -28,7 +28,7 @@ _SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    fo
 
 @contextlib.contextmanager
 def load(cores: Sequence[int]) -> Iterator[list[int]]:
-    """Keep each of these cores busy with a process of its own inside the block, and say which; it ends with this one."""
+    """Keep each of these cores busy with a process of its own inside the block; they end with this one, too."""
     spinning: list[subprocess.Popen[bytes]] = []
     try:
         for core in cores:

@@ -25,7 +25,7 @@ from commlib.cli import main
 from fleet import Fleet, nothing
 from leaks import children, listeners, threads
 from tiers import FAST, is_fast, left_out
-from turns import shares, turn
+from turns import shares
 
 _PATIENCE = 60.0  # seconds that what a test started may take to go away by itself, on a busy machine
 
@@ -63,7 +63,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of pytest-timeout's: to wait is not to run
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    with turn(alone=item.get_closest_marker("alone") is not None):
+    with contextlib.ExitStack() as place:
+        tiers.begin(item, place)
         return (yield)
 
 

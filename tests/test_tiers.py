@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import re
 import subprocess
@@ -94,11 +95,40 @@ def test_one_that_takes_longer_than_the_limit_is_told_how_long_and_what_to_do() 
     assert "mark it full" in said
 
 
+def test_where_cores_are_slower_it_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert too_long("tests/x.py::test_y", LIMIT_S * 1.4, slow=1.5) is None
+    assert "may take 7.5 s here" in str(too_long("tests/x.py::test_y", LIMIT_S * 1.6, slow=1.5))
+    ticks = itertools.count()
+    monkeypatch.setattr(time, "thread_time", lambda: next(ticks) * 3 * tiers._USUAL_S)
+    assert tiers.slowness() == pytest.approx(3)
+    monkeypatch.setattr(time, "thread_time", lambda: next(ticks) * tiers._USUAL_S / 2)
+    assert tiers.slowness() == 1  # a fast machine has the limit that all have
+
+
 TOOK = """
+import contextlib
+
+import pytest
+
 import tiers
 
 seconds = iter([9.0, 1.0, 9.0, 9.0])
 tiers.Clock.seconds = lambda self: next(seconds)
+tiers.slowness = lambda: 1.0
+
+@contextlib.contextmanager
+def turn(*, alone):
+    print("alone" if alone else "among others")
+    yield
+    print("done")
+
+tiers.turn = turn
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    with contextlib.ExitStack() as place:
+        tiers.begin(item, place)
+        return (yield)
 """
 
 TESTS = """
@@ -116,10 +146,10 @@ def test_wrong():
 """
 
 
-def test_one_that_takes_too_long_has_a_second_try_and_one_that_is_wrong_has_none(tmp_path: Path) -> None:
+def test_one_that_takes_too_long_has_a_second_try_alone_and_one_that_is_wrong_has_none(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(TOOK)
     (tmp_path / "test_it.py").write_text(TESTS)
-    options = ["-q", "-p", "no:cacheprovider", "-p", "tiers", "-rA", "--rootdir", str(tmp_path)]
+    options = ["-q", "-s", "-p", "no:cacheprovider", "-p", "tiers", "-rA", "--rootdir", str(tmp_path)]
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "COLUMNS": "200"}
     command = [sys.executable, "-m", "pytest", *options]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
@@ -127,6 +157,8 @@ def test_one_that_takes_too_long_has_a_second_try_and_one_that_is_wrong_has_none
     assert "PASSED test_it.py::test_too_long_at_first" in out, out
     assert "FAILED test_it.py::test_too_long_ever - Failed: took 9.0 s" in out, out
     assert "FAILED test_it.py::test_wrong - " in out, out
+    turns = re.findall("alone|among others|done", out.partition("FAILURES")[0])
+    assert turns == [*["among others", "done", "alone", "done"] * 2, "among others", "done"]
 
 
 def test_one_of_the_list_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ def take_over(world: World, rule: str, merged: dict[str, Any]) -> dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    "rule", ["onebit@scatter_gather", "powersgd:rank=2", *full("topk:ratio=0.1", "dgc:ratio=0.05")]
+    "rule", ["onebit@scatter_gather", *full("powersgd:rank=2", "topk:ratio=0.1", "dgc:ratio=0.05")]
 )
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), *full((2, 1))])
 def test_another_world_size_conserves_what_is_pending(fleet: Fleet, rule: str, before: int, after: int):

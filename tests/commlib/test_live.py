@@ -110,11 +110,13 @@ def as_plain(world: World, rule: Any, style: str, wrap: dict[str, Any]) -> dict[
     [
         ("onebit", "attach", {}),
         ("onebit", "register", {}),
-        ("none", "attach", {}),
-        ("none", "register", {}),
         ("powersgd:rank=2", "attach", {"gradient_as_bucket_view": True}),
         ("factors", "attach", {}),
-        ("int8", "attach", {"find_unused_parameters": True}),
+        *full(
+            ("none", "attach", {}),
+            ("none", "register", {}),
+            ("int8", "attach", {"find_unused_parameters": True}),
+        ),
     ],
 )
 def test_after_detach_gradients_are_those_of_plain_ddp_bit_for_bit_and_what_was_kept_can_be_read(
@@ -201,9 +203,8 @@ def picked_up(world: World, rule: str, style: str) -> tuple[bool, bool, int]:
     ("rule", "style"),
     [
         ("onebit", "attach"),
-        ("onebit", "register"),
-        ("topk:ratio=0.1", "attach"),
         ("factors", "attach"),
+        *full(("onebit", "register"), ("topk:ratio=0.1", "attach")),
     ],
 )
 def test_who_attaches_again_and_loads_what_there_was_goes_on_bit_for_bit(
@@ -274,7 +275,7 @@ def conserved(world: World, chain: list[Any], style: str, first: str) -> dict[st
     return {"produced": produced, "sent": sent, "state": state, "same": same, "routes": routes, "steps": steps}
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, *full(2)])
 @pytest.mark.parametrize("style", ["attach", "register"])
 def test_through_any_swaps_what_was_sent_and_what_is_held_back_are_what_was_produced(
     fleet: Fleet, size: int, style: str

@@ -87,7 +87,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 @pytest.mark.parametrize("copies", [2, *full(1)])  # with 2, what is urgent goes first, too
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("schedule", [constant, warm_up])
+@pytest.mark.parametrize("schedule", [warm_up, *full(constant)])
 def test_in_bulk_three_workers_train_as_one_process_would_to_the_last_bit(
     name: str, schedule: Callable[[torch.optim.Optimizer, int], None], copies: int
 ) -> None:
@@ -208,11 +208,10 @@ def test_one_worker_that_pushes_and_fetches_now_and_then_trains_as_it_would_alon
 @pytest.mark.parametrize(
     ("spec", "options", "of_sent", "of_received"),
     [
-        ("asp", {}, 1.0, 1.0),
         ("downpour:push=5,fetch=5", {}, 0.2, 0.2),
-        ("downpour:fetch=5", {}, 1.0, 0.2),
         ("wsp:distance=1,local=3", {}, 0.25, 0.25),
         ("ssp:4", {"cache": True}, 1.0, 0.7),
+        *full(("asp", {}, 1.0, 1.0), ("downpour:fetch=5", {}, 1.0, 0.2)),
     ],
 )
 def test_between_pushes_and_fetches_nothing_is_sent_and_it_learns(

@@ -140,9 +140,8 @@ def beside_ddp(world: World, rule: str, optimizer: str, wrap: dict[str, Any]) ->
     ("rule", "optimizer", "wrap"),
     [
         ("none", "SGD", {}),
-        ("none", "SparseAdam", {}),
         ("none", "Adagrad", {"gradient_as_bucket_view": True}),
-        ("none", "SGD", {"find_unused_parameters": True}),
+        *full(("none", "SparseAdam", {}), ("none", "SGD", {"find_unused_parameters": True})),
     ],
 )
 def test_exact_equals_plain_ddp_bit_for_bit_whatever_rows_ranks_have(
@@ -187,7 +186,7 @@ def beside_codecs(world: World, rule: Any) -> tuple[bool, bool, Tensor, Tensor]:
     return finite, same_everywhere(world, ours.weights()), tables.table.weight.detach(), others.table.weight.detach()
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, *full(2)])
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_beside_dense_layers_by_codecs_replicas_are_the_same_and_go_about_where_ddp_does(
     fleet: Fleet, size: int, rule: Any

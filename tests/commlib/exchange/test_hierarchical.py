@@ -21,7 +21,7 @@ from commlib.route import Route
 from commlib.simulate import exchange_once, run
 from commlib.slots import Memory
 from commlib.stats import Meter
-from tiers import examples
+from tiers import examples, full
 
 MOMENTUM_FREE = {"dgc": "dgc:ratio=0.05,momentum=0", "topk": "topk:ratio=0.05", "randomk": "randomk:ratio=0.05"}
 ROUTES = [
@@ -122,7 +122,7 @@ def test_a_scalar_reaches_all_ranks(pair):
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("where", [0, 200, -1])
+@pytest.mark.parametrize("where", [-1, *full(0, 200)])
 def test_a_non_finite_value_on_one_rank_reaches_every_rank(pair, bad, where):
     grads = gradients(6, (12, 30), 5)
     grads[4].view(-1)[where] = bad

@@ -193,7 +193,7 @@ def real(world: World, rule: Any, steps: int) -> tuple[bool, bool, bool]:
     return rode, counted and biases, same_everywhere(world, trainer.weights())
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, *full(2)])
 @pytest.mark.parametrize("rule", ["gather", "scatter_gather", "low_rank"])
 def test_biases_of_a_model_ride(fleet: Fleet, rule: str, size: int) -> None:
     assert fleet.run(size, real, RULES[rule], 12) == [(True, True, True)] * size

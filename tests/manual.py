@@ -129,3 +129,9 @@ def environment(folder: Path) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("COMMLIB_") and k != "PYTHONPATH"}
     own = {"HOME": str(folder), "XDG_CACHE_HOME": cache}
     return {**kept, "PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120", **own}
+
+
+def without_make() -> dict[str, str]:
+    """The environment without what a ``make`` above this process hands down: its flags, and ARGS=… and the like."""
+    handed = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "ARGS", "AT", "PYTHON", "WORKERS")
+    return {name: value for name, value in os.environ.items() if name not in handed}

@@ -16,7 +16,7 @@ import typer
 from torch.distributed.run import get_args_parser
 
 from commlib.cli import build
-from manual import ROOT, Command
+from manual import ROOT, Command, without_make
 
 
 class Unreadable(Exception):
@@ -92,7 +92,7 @@ def check(words: Sequence[str], *, named: bool) -> None:
 @functools.cache
 def make(*words: str) -> str:
     """What it says against making that."""
-    done = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(["make", "-n", *words], cwd=ROOT, env=without_make(), capture_output=True, text=True)
     return done.stderr if done.returncode else ""
 
 

@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 
-from manual import PAGES, ROOT, Command, all_commands
+from manual import PAGES, ROOT, Command, all_commands, without_make
 from tests.docs.reading import Unreadable, read
 
 COMMANDS = [c for page in PAGES for c in all_commands(page)]
@@ -179,6 +179,8 @@ def run_by_ci() -> frozenset[str]:
 def recipe(line: str) -> list[str]:
     """The commands that ``make TARGET`` executes, without what sets things up."""
     target = shlex.split(line)[1:]
-    done = subprocess.run(["make", "-n", "-o", ".venv/.ready", *target], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        ["make", "-n", "-o", ".venv/.ready", *target], cwd=ROOT, env=without_make(), capture_output=True, text=True
+    )
     found = re.findall(r"^(?:[A-Z0-9_]+=\S+ )*\S*/bin/((?:commlib|python|mkdocs) .*)$", done.stdout, flags=re.MULTILINE)
     return [each for each in found if "venv" not in each and " pip " not in each]

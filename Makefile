@@ -129,7 +129,7 @@ clean:  ## remove what was built, and the caches; .venv stays
 types:
 	@rm -rf build/typed && mkdir -p build/typed/commlib
 	@cd build/typed/commlib && ln -s ../../../commlib/* ../../../compressors ../../../transports ../../../bench .
-	@ln -s ../../tests/cluster.py ../../tests/dists.py ../../tests/driver.py ../../tests/fleet.py ../../tests/frames.py ../../tests/leaks.py ../../tests/loops.py ../../tests/manual.py ../../tests/shards.py ../../tests/strategies.py ../../tests/tiers.py ../../tests/torch_names.py ../../tests/toy.py ../../tests/traces.py ../../tests/turns.py ../../tests/warm.py ../../tests/wires.py build/typed
+	@ln -s ../../tests/cluster.py ../../tests/dists.py ../../tests/driver.py ../../tests/fleet.py ../../tests/frames.py ../../tests/leaks.py ../../tests/loops.py ../../tests/manual.py ../../tests/shards.py ../../tests/steady.py ../../tests/strategies.py ../../tests/tiers.py ../../tests/torch_names.py ../../tests/toy.py ../../tests/traces.py ../../tests/turns.py ../../tests/warm.py ../../tests/wires.py build/typed
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from tiers import FAST
+from steady import FAST
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("commlib", "compressors", "transports", "bench")

@@ -24,10 +24,8 @@ from _pytest.runner import runtestprotocol  # as plug-ins that run a test again 
 from hypothesis import settings
 
 from leaks import descendants
+from steady import FAST as FAST
 from turns import turn
-
-FAST = "not full"
-"""What ``make test`` gives to ``-m``."""
 
 LIMIT_S = 5.0
 """Seconds that a test of the fast tier may take, its fixtures not counted, where cores are as fast as usual."""

@@ -103,6 +103,7 @@ def test_a_worker_that_does_not_push_is_named_by_those_who_wait() -> None:
                 commlib.PeerLost, match=r"worker 0 waited 1 s for values of .* at its clock 1; .*1 at 0"
             ):
                 backward(model)
+            server._worker.client._timeout = HANG_S
             done.set()
         else:
             assert done.wait(HANG_S)

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 FAST = "not full"
-"""What ``make test`` gives to ``-m``. (It lies here, for this program must import no commlib: tests/commlib comes first.)"""
+"""What ``make test`` gives to ``-m``. (This program must import no commlib: tests/commlib would be it.)"""
 
 _SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    for _ in range(10**6):\n        pass\n"
 

@@ -27,6 +27,7 @@ from commlib.turns import Turns
 
 E = TypeVar("E", bound="Endpoint")
 _FAREWELL_S = 0.25
+_ABORT_S = 2.0  # the most that telling why may take: nobody waits for an answer, and a busy machine is in time
 
 
 class Sent(Protocol):
@@ -194,7 +195,7 @@ class Endpoint(ABC):
 
     def abort(self, why: str) -> None:
         """Tells the peers why, as well as that goes, drops what has not left, and closes."""
-        self._end("error", why[: self._limits.note], 0.2)
+        self._end("error", why[: self._limits.note], _ABORT_S)
 
     def __enter__(self: E) -> E:
         return self
@@ -290,7 +291,8 @@ class Endpoint(ABC):
                 if peer.error is None:
                     self._put(peer.rank, peer.out.frame(kind, note=note))
                     told.append(peer)
-        self._hear_goodbyes(told, time.monotonic() + min(seconds, _FAREWELL_S))
+        if kind == "bye":
+            self._hear_goodbyes(told, time.monotonic() + min(seconds, _FAREWELL_S))
         self._shut([peer.rank for peer in told], seconds)
 
     def _hear_goodbyes(self, peers: Sequence[Peer], end: float) -> None:

@@ -48,7 +48,7 @@ def test_clean_up():
 
 
 def test_leaks_fail_the_test_that_made_them(tmp_path: Path) -> None:
-    for module in ("conftest.py", "fleet.py", "leaks.py", "tiers.py", "turns.py", "warm.py"):
+    for module in ("conftest.py", "fleet.py", "leaks.py", "steady.py", "tiers.py", "turns.py", "warm.py"):
         shutil.copy(Path(__file__).parent / module, tmp_path)
     (tmp_path / "test_leaks.py").write_text(LEAKS)
     assert shutil.which("cat")

@@ -6,9 +6,8 @@ One line on a DDP training loop::
     comm = commlib.attach(ddp, "onebit")
 """
 
-__version__ = "0.1.0"
-
 from commlib import backends
+from commlib.__version__ import __version__ as __version__
 from commlib.attach import attach
 from commlib.checkpoint import merge_state_dicts
 from commlib.compressor import Compressor, LayerSpec, Memory, Slot

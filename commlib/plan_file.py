@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import torch
 
-import commlib
+from commlib.__version__ import __version__
 from commlib.errors import unknown
 from commlib.exchange import OF_SPARSE
 from commlib.layer import Kind, LayerSpec
@@ -49,7 +49,7 @@ def to_text(plan: Plan) -> str:
     """The plan as JSON; a time that is not finite is left out. Raises ValueError if a route could not be read back."""
     for route, name in {str(p.route): p.spec.name for p in plan}.items():
         _route(route, plan.world, f"the plan cannot be saved: layer {name!r}")
-    head = {"schema": SCHEMA, "commlib": commlib.__version__, "world_size": plan.world, "about": plan.about}
+    head = {"schema": SCHEMA, "commlib": __version__, "world_size": plan.world, "about": plan.about}
     head |= {"local_size": plan.local} if plan.local > 1 else {}  # under a hierarchy; world_size counts nodes then
     return json.dumps({**head, "layers": [_entry(p) for p in plan]}, indent=1) + "\n"
 
@@ -93,7 +93,7 @@ def from_text(text: str, origin: str) -> Plan:
     schema = found.get("schema") if isinstance(found, dict) else None
     if type(schema) is not int or schema != SCHEMA:
         has = "is no plan that commlib has saved: it has no schema" if schema is None else f"has schema {schema!r:.40}"
-        raise ValueError(f"{origin} {has}; commlib {commlib.__version__} reads schema {SCHEMA}: save a plan anew")
+        raise ValueError(f"{origin} {has}; commlib {__version__} reads schema {SCHEMA}: save a plan anew")
     world = _checked(found, _HEAD, origin)["world_size"]
     layers: dict[str, PlannedLayer] = {}
     routes: dict[str, Route] = {}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import commlib
+from commlib.__version__ import __version__
 from commlib.beside import check_beside
 from commlib.compressor import Compressor
 from commlib.exchange import BY_ROWS, BY_SERVERS
@@ -153,7 +153,7 @@ class Setup:
             "chosen among": ", ".join(sorted(self.choice)),
             "layers whose rows may be sent": ", ".join(sorted(self.layers)),
         }
-        given = {"commlib": commlib.__version__} | {k: "none" if v is None else str(v) for k, v in options.items()}
+        given = {"commlib": __version__} | {k: "none" if v is None else str(v) for k, v in options.items()}
         if factors is not None and self.same_products:  # a manager of unlike ranks just does not choose them
             given |= factors.terms()
         return {**given, **(choice if self.choice else {}), **self.plan.describe()}

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-import commlib
+from commlib.__version__ import __version__
 from commlib.checkpoint import StateDict, from_state, to_state
 from commlib.exchange.item import World
 from commlib.fsdp.comms import Between, ToAll, ToOwners
@@ -89,7 +89,7 @@ class ShardedState(Loggable):
             for g, key, w in meetings:
                 publish_failure(g, key, w, e)
             raise
-        terms = {"commlib": commlib.__version__, "dense_steps": str(dense_steps), "seed": str(seed)}
+        terms = {"commlib": __version__, "dense_steps": str(dense_steps), "seed": str(seed)}
         terms |= {"scaler": str(scaler is not None), "parameters": str({n: str(c) for n, c in codecs.items()})}
         for g, key, w in meetings:
             agree(g, key, terms | self._plan.describe(), w, timeout)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import commlib
+from commlib.__version__ import __version__
 from commlib.errors import unknown
 from commlib.exchange.item import World
 from commlib.groups import group_of, sibling, waits_on_stream
@@ -108,9 +108,7 @@ def place(
         publish_failure(group, key, world, e)
         raise
     terms = {n: f"{tuple(m.weight.shape)} {m.weight.dtype} bias={m.bias is not None}" for n, m in layers.items()}
-    agree(
-        group, key, {"commlib": commlib.__version__, "place": str(which), "codec": str(coder), **terms}, world, timeout
-    )
+    agree(group, key, {"commlib": __version__, "place": str(which), "codec": str(coder), **terms}, world, timeout)
     if world.size == 1 or not layers:
         return Placement({}, None, world)
     own = sibling(group, device)

@@ -89,3 +89,19 @@ def _check_ddp(ddp: DistributedDataParallel) -> None:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - 1} more parameters have" if len(names) > 1 else " has"
     return names[0] + more
+
+
+def check_ddp(ddp: Any) -> None:
+    """Raises TypeError if it is no DDP model, ValueError if it has a communication hook already."""
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(
+            f"commlib.attach needs a torch.nn.parallel.DistributedDataParallel, got {type(ddp).__name__}: "
+            "wrap the model first, ddp = DistributedDataParallel(model)"
+        )
+    hooks = [hook for hook, state in getattr(ddp, "_comm_hooks", ()) if not isinstance(state, Nobody)]
+    if hooks:
+        name = getattr(hooks[0], "__qualname__", "unknown")
+        raise ValueError(
+            f"this DDP model already has a communication hook ({name}); PyTorch allows one for its lifetime: "
+            + advice(name)
+        )

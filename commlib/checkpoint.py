@@ -17,11 +17,11 @@ from torch import Tensor
 
 from commlib.compressor import LayerSpec, Slot
 from commlib.errors import CheckpointMismatch
-from commlib.exchange.item import World
 from commlib.hierarchy import Hierarchy, Share, share
 from commlib.memory import MemoryStore
 from commlib.route import Plan, PlannedLayer
 from commlib.slots import NODE, OWNER
+from commlib.world import World
 
 FORMAT = 1
 _LEVELS = 2  # the format of states with slots in units of a node's mean: a version that knows none must not lose them

@@ -10,6 +10,7 @@ other ranks are the business of one place only (``memory.py``).
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, cast
@@ -255,3 +256,25 @@ def store(values: Tensor, out: Tensor, *, add: bool, scale: float) -> None:
         torch.mul(values, scale, out=flat)
     else:
         flat.copy_(values if scale == 1 else values * scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class Seeds:
+    """Seeds of one layer in one step: a pure function of (seed, step, layer, rank, stage)."""
+
+    seed: int
+    step: int
+    layer: str
+
+    def of(self, codec: Compressor, rank: int, stage: str = "") -> int:
+        """63 bits; the same for all ranks if the codec shares its seed, and 0 if it draws nothing."""
+        if not codec.random:
+            return 0
+        who = "all" if codec.shared_seed else str(rank)
+        text = f"{self.seed}/{self.step}/{self.layer}/{who}/{stage}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def scales_of(codec: Compressor, payload: Tensor, spec: LayerSpec) -> Tensor:
+    """The scales in a payload, float32; empty if its codec has none."""
+    return payload[: codec.scale_bytes(spec)].view(torch.float32)

@@ -15,7 +15,7 @@ import torch
 
 from commlib.checkpoint import StateDict
 from commlib.errors import CheckpointMismatch
-from commlib.exchange.item import World
+from commlib.world import World
 
 _Path = tuple[Any, ...]
 

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from commlib.beside import Nobody, nobody
-from commlib.model import check_ddp
+from commlib.beside import Nobody, check_ddp, nobody
 from commlib.untraced import untraced
 
 

@@ -26,14 +26,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commlib.collective import AllGather
-from commlib.errors import PeerLost, ReplicasDiverged
-from commlib.exchange.item import World
+from commlib.errors import PeerLost, ReplicasDiverged, check_numbers
 from commlib.exchange.trip import through
 from commlib.groups import group_of, sibling, waits_on_stream
 from commlib.handshake import agree, meeting_place, publish_failure, roll_call
 from commlib.model import inside
 from commlib.scratch import scratch
-from commlib.setup import check_numbers
+from commlib.world import World
 
 _BLOCK = 1 << 16
 """Words that are summed at once; as many blocks are as much as a parameter may have: 16 GiB."""

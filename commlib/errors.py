@@ -89,3 +89,12 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"unknown {what} {name!r} (known: {', '.join(names) or 'none'}{hint})"
+
+
+def check_numbers(timeout: float, **counts: object) -> None:
+    """Raises ValueError if the timeout is not above 0, or one of the counts no whole number ≥ 0."""
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name} must be a whole number ≥ 0, got {value!r}")
+    if not timeout > 0:
+        raise ValueError(f"timeout must be a number of seconds > 0, got {timeout!r}")

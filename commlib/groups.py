@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commlib.exchange.item import World
 from commlib.handshake import publish_absence
-from commlib.layer import LayerSpec
-from commlib.pace import RateLimit
-from commlib.server.group import ServerGroup
-from commlib.servers import Servers
 
 
 def group_of(module: nn.Module, given: Any) -> Any:
@@ -84,57 +78,6 @@ def deadline(group: Any, device: torch.device) -> datetime.timedelta:
     return found
 
 
-def check_limit(limit: RateLimit | None, device: torch.device, timeout: datetime.timedelta) -> None:
-    """Whether a limit can be kept.
-
-    Args:
-        limit: of rate, or None.
-        device: where the gradients are.
-        timeout: the process group's.
-
-    Raises:
-        ValueError: gradients that leave without the host; or ranks could miss each other for longer than the timeout.
-    """
-    if limit is None:
-        return
-    if device.type != "cpu":
-        raise ValueError(
-            f"limit: gradients on {device} leave without the host (NCCL), which cannot pace them; a limit needs them "
-            "on the CPU, over Gloo. Shape the interface instead (tc), or give limit=None"
-        )
-    burst = limit.seconds(limit.at_once)
-    if burst > timeout.total_seconds():
-        raise ValueError(
-            f"limit: at {limit.mbit:g} Mbit/s one burst of {limit.at_once} bytes takes {burst:.3g} s, longer than the "
-            f"process group's time-out of {timeout.total_seconds():g} s: a rank whose turn comes late would be taken "
-            "for lost. Give a smaller burst, a higher rate, or init_process_group(timeout=…)"
-        )
-
-
 def waits_on_stream(group: Any, device: torch.device) -> bool:
     """Whether waiting for a work of the group makes the current stream wait, and not the thread (NCCL)."""
     return device.type == "cuda" and bool(group._get_backend(device).name() == "nccl")
-
-
-def join_servers(
-    owner: object,
-    specs: Sequence[LayerSpec],
-    servers: Servers | None,
-    group: Any,
-    key: str,
-    world: World,
-    timeout: float,
-) -> ServerGroup | None:
-    """The way to the servers, if there are some and something goes by them; left when its owner is gone, at the latest.
-
-    Args:
-        owner: of it; but it does not keep it alive.
-        specs: layers that go by them, or may come to.
-        servers, group, key, world, timeout: as :class:`ServerGroup` has them.
-    """
-    if servers is None or not specs:
-        return None
-    wait = deadline(group, specs[0].device).total_seconds()
-    made = ServerGroup(specs, servers, group, key, world, timeout, wait)
-    weakref.finalize(owner, made.close)
-    return made

@@ -14,7 +14,7 @@ import msgpack
 from torch.distributed import distributed_c10d
 
 from commlib.errors import PeerLost, PlanMismatch
-from commlib.exchange.item import World
+from commlib.world import World
 
 _FAILED = "failed"
 ATTACH = "attach"

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 
 from commlib.compressor import Compressor, LayerSpec
 from commlib.exchange import BY_ROWS
-from commlib.exchange.item import Stripe, World
+from commlib.exchange.item import Stripe
 from commlib.exchange.scatter_gather import stripes
 from commlib.route import Route
 from commlib.slots import NODE
+from commlib.world import World
 
 _NEEDED = ("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # what torchrun sets for every rank
 _OTHERWISE = "or give the nodes as a 2-D mesh: hierarchy=init_device_mesh('cpu', (nodes, local))"

@@ -14,9 +14,8 @@ from commlib.backward import at_end_of_backward, wait
 from commlib.beside import Nobody, nobody
 from commlib.checkpoint import StateDict, from_state, to_state
 from commlib.door import Door, give
-from commlib.errors import PeerLost
-from commlib.exchange.item import World
-from commlib.groups import check_limit, deadline, group_of
+from commlib.errors import PeerLost, check_numbers
+from commlib.groups import deadline, group_of
 from commlib.handshake import agree, answer_roll_call, meeting_place, publish_failure
 from commlib.levels import find
 from commlib.live import Live
@@ -24,16 +23,16 @@ from commlib.lookout import Buckets, Fence, Lookout, visible
 from commlib.loss_scale import LossScale
 from commlib.memory import MemoryStore
 from commlib.model import inside, name_of, trained_parameters
-from commlib.pace import RateLimit
+from commlib.pace import RateLimit, check_limit
 from commlib.policy import Exact, Policy
 from commlib.route import Plan, Rules
 from commlib.servers import Servers
-from commlib.setup import check_numbers
 from commlib.sorter import Sorter
 from commlib.stats import Meter, Stats
 from commlib.steps import Steps
 from commlib.untraced import untraced
 from commlib.wiring import Wiring
+from commlib.world import World
 
 
 class HookState(Live):

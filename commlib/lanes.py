@@ -18,13 +18,13 @@ from commlib.collective import Scope
 from commlib.errors import PeerLost
 from commlib.exchange import BY_ROWS, EXCHANGES
 from commlib.exchange.hierarchical import MORE_ROUNDS
-from commlib.exchange.item import World
 from commlib.exchange.sequencer import Sequencer
 from commlib.exchange.valve import Throttle
 from commlib.groups import sibling, waits_on_stream
 from commlib.handshake import roll_call
 from commlib.hierarchy import Hierarchy
 from commlib.server.group import ServerGroup
+from commlib.world import World
 
 Members = tuple[int, ...] | None
 _spare: weakref.WeakKeyDictionary[Any, dict[Members, list[Any]]] = weakref.WeakKeyDictionary()

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from commlib.collective import Rounds
 from commlib.errors import PlanMismatch
-from commlib.exchange import hierarchical
-from commlib.exchange.item import Item, World
 from commlib.handshake import difference, share, tell
 from commlib.hierarchy import Hierarchy, Place, of_mesh, of_places, refuse
 from commlib.route import Plan
+from commlib.world import World
 
 _KIND = "hierarchy"
 
@@ -72,22 +69,6 @@ def fit(plan: Plan, hierarchy: Hierarchy | None, about: str) -> Plan:
                 f"{p.spec.name} by {p.route} cannot be taken under a hierarchy: {reason}; or leave hierarchy out"
             )
     return plan.noted(about, local=hierarchy.local.size)
-
-
-def two_levels(routes: Mapping[str, Sequence[Item]], plan: Plan, world: World, hierarchy: Hierarchy) -> Rounds:
-    """A bucket's rounds under a hierarchy; the plan is looked at before the first, and may change once all are through.
-
-    Args:
-        routes: exchange → its items.
-        plan: what is in force, of which a dense step may make an exception: its layers are cut as the plan has them.
-        world: this rank.
-        hierarchy: nodes.
-    """
-    planned = [plan.layers[item.spec.name] for items in routes.values() for item in items]
-    # What is planned flat has no stripes; in a dense step its gradient is cut as any that is dense.
-    codecs = {p.spec.name: (p.dense if p.route.by_rows else p.route).codec for p in planned}
-    cuts = {p.spec.name: hierarchy.cut(codecs[p.spec.name], p.spec) for p in planned}
-    yield from hierarchical.rounds(routes, cuts, world, hierarchy.local, hierarchy.inter)
 
 
 def _from_environment() -> dict[str, str]:

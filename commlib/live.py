@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from commlib.checkpoint import needed_slots
 from commlib.door import Door
 from commlib.errors import PeerLost
-from commlib.exchange.item import World
 from commlib.exchange.sequencer import Sequencer
 from commlib.factors.layers import FactorLayers
 from commlib.handshake import agree, meeting_place, publish_failure
@@ -33,6 +32,7 @@ from commlib.sorter import Sorter
 from commlib.steps import Steps
 from commlib.warm import warm
 from commlib.wiring import Wiring
+from commlib.world import World
 
 _log = logging.getLogger("commlib")
 

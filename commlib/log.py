@@ -22,15 +22,14 @@ import torch
 from torch import nn
 
 from commlib.drift import DriftGuard
-from commlib.errors import ReplicasDiverged
-from commlib.exchange.item import World
+from commlib.errors import ReplicasDiverged, check_numbers
 from commlib.gauge import Gauge, Held, total
 from commlib.log_targets import Entry, Target, target_of
 from commlib.recording import Traceable
 from commlib.route import Plan
-from commlib.setup import check_numbers
 from commlib.stats import PHASES, Meter, Stats
 from commlib.steps import Steps
+from commlib.world import World
 
 _log = logging.getLogger("commlib")
 VERSION = 1

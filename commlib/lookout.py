@@ -24,14 +24,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commlib.backward import at_end_of_backward
+from commlib.beside import check_ddp
 from commlib.collective import AllReduce
-from commlib.exchange.item import World
 from commlib.forward import before_forward
-from commlib.model import check_ddp, trained_parameters
+from commlib.model import trained_parameters
 from commlib.passes import TRACK
 from commlib.stats import Meter
 from commlib.trace import NONE, Trace
 from commlib.untraced import untraced
+from commlib.world import World
 
 Buckets = list[tuple[float, tuple[str, ...]]]
 """(when it was ready, the names of its parameters), in DDP's order; :func:`time.perf_counter`."""

@@ -4,33 +4,15 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commlib.beside import Nobody, advice
 from commlib.compressor import Kind, LayerSpec
 
 _CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NORM = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
-
-
-def check_ddp(ddp: Any) -> None:
-    """Raises TypeError if it is no DDP model, ValueError if it has a communication hook already."""
-    if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(
-            f"commlib.attach needs a torch.nn.parallel.DistributedDataParallel, got {type(ddp).__name__}: "
-            "wrap the model first, ddp = DistributedDataParallel(model)"
-        )
-    hooks = [hook for hook, state in getattr(ddp, "_comm_hooks", ()) if not isinstance(state, Nobody)]
-    if hooks:
-        name = getattr(hooks[0], "__qualname__", "unknown")
-        raise ValueError(
-            f"this DDP model already has a communication hook ({name}); PyTorch allows one for its lifetime: "
-            + advice(name)
-        )
 
 
 def inside(module: nn.Module) -> nn.Module:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import math
+
+import torch
 
 from commlib.rate import read_rate, show_rate
 
@@ -109,3 +112,30 @@ class Pacer:
         granted = max(now, self._full - missing / self._rate)
         self._full = max(self._full, granted) + nbytes / self._rate
         return granted - now
+
+
+def check_limit(limit: RateLimit | None, device: torch.device, timeout: datetime.timedelta) -> None:
+    """Whether a limit can be kept.
+
+    Args:
+        limit: of rate, or None.
+        device: where the gradients are.
+        timeout: the process group's.
+
+    Raises:
+        ValueError: gradients that leave without the host; or ranks could miss each other for longer than the timeout.
+    """
+    if limit is None:
+        return
+    if device.type != "cpu":
+        raise ValueError(
+            f"limit: gradients on {device} leave without the host (NCCL), which cannot pace them; a limit needs them "
+            "on the CPU, over Gloo. Shape the interface instead (tc), or give limit=None"
+        )
+    burst = limit.seconds(limit.at_once)
+    if burst > timeout.total_seconds():
+        raise ValueError(
+            f"limit: at {limit.mbit:g} Mbit/s one burst of {limit.at_once} bytes takes {burst:.3g} s, longer than the "
+            f"process group's time-out of {timeout.total_seconds():g} s: a rank whose turn comes late would be taken "
+            "for lost. Give a smaller burst, a higher rate, or init_process_group(timeout=…)"
+        )

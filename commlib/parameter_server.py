@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from commlib.consistency import Consistency
 from commlib.consistency import make as make_rule
 from commlib.errors import CommlibError
-from commlib.exchange.item import World
 from commlib.recording import Traceable
 from commlib.server.arguments import check_background, check_groups, check_model, count, saved, world_of
 from commlib.server.cache import Cache
@@ -27,6 +26,7 @@ from commlib.server.rhythm import Rhythm
 from commlib.server.scaled import Scaled
 from commlib.server.syncer import Syncer
 from commlib.server.worker import Terms, Worker
+from commlib.world import World
 
 _log = logging.getLogger("commlib")
 

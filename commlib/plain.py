@@ -15,8 +15,9 @@ from torch import Tensor
 
 from commlib.collective import AllReduce, Payers, Rounds
 from commlib.exchange import dense
-from commlib.exchange.item import Item, SharedMeters, World
+from commlib.exchange.item import Item, SharedMeters
 from commlib.route import Plan
+from commlib.world import World
 
 
 @dataclasses.dataclass(frozen=True)

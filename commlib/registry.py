@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint, entry_points
-from types import MappingProxyType
+from importlib.metadata import EntryPoint
 
 from commlib.compressor import Compressor
-from commlib.errors import MissingDependency, unknown
 from commlib.feedback import ErrorFeedback, with_default_feedback
-from commlib.spec import build, split, switch
+from commlib.spec import build, fetch, installed, split, switch
 
 GROUP = "commlib.compressors"
 
@@ -47,48 +45,6 @@ def load(name: str) -> type[Compressor]:
     if not (isinstance(cls, type) and issubclass(cls, Compressor)):
         raise TypeError(f"entry point {known[name].value} of compressor {name!r} is not a commlib.Compressor")
     return cls
-
-
-def installed(group: str, things: str) -> Mapping[str, EntryPoint]:
-    """Name → entry point of all that is installed in a group, read-only; ``things`` is what messages call it.
-
-    Raises:
-        ValueError: if two distributions offer different things under one name.
-    """
-    found: dict[str, EntryPoint] = {}
-    for ep in entry_points(group=group):
-        other = found.setdefault(ep.name, ep)
-        if other.value != ep.value:
-            raise ValueError(
-                f"two installed {things} are called {ep.name!r}: {other.value} and {ep.value}; uninstall one of them"
-            )
-    return MappingProxyType(dict(sorted(found.items())))
-
-
-def fetch(what: str, name: str, known: Mapping[str, EntryPoint], extra: str = "") -> object:
-    """What an entry point names, whatever it is.
-
-    Args:
-        what: kind of thing, for messages.
-        name: which of those known.
-        known: as :func:`installed` gives them.
-        extra: the extra of this distribution that installs what our own need; empty: there is none.
-
-    Raises:
-        ValueError: unknown name; the message lists what is known and the nearest.
-        MissingDependency: its module needs a package that is not installed.
-    """
-    if name not in known:
-        raise ValueError(unknown(what, name, known))
-    try:
-        return known[name].load()
-    except ImportError as e:
-        package = (e.name or "").partition(".")[0]
-        if not package or package == "commlib":  # a broken module, not a missing package
-            raise
-        ours = extra and known[name].module.partition(".")[0] == "commlib"
-        needed = f"'torch-commlib[{extra}]'" if ours else package
-        raise MissingDependency(f"{what} {name!r} needs the package {package!r}: pip install {needed}") from e
 
 
 def make(spec: str | Compressor) -> Compressor:

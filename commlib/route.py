@@ -12,7 +12,8 @@ from typing import Any
 
 from commlib.compressor import Compressor, LayerSpec
 from commlib.errors import unknown
-from commlib.exchange import BY_ROWS, BY_SERVERS, CARRIERS, EXCHANGES, OF_SPARSE, Carrier
+from commlib.exchange import BY_ROWS, BY_SERVERS, CARRIERS, EXCHANGES, OF_SPARSE
+from commlib.exchange.base import Carrier
 from commlib.exchange.scatter_gather import stripes
 from commlib.feedback import ErrorFeedback
 from commlib.registry import make

@@ -176,15 +176,6 @@ class Setup:
         return any(p.route.exchange == "factors" for p in self.plan)
 
 
-def check_numbers(timeout: float, **counts: object) -> None:
-    """Raises ValueError if the timeout is not above 0, or one of the counts no whole number ≥ 0."""
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"{name} must be a whole number ≥ 0, got {value!r}")
-    if not timeout > 0:
-        raise ValueError(f"timeout must be a number of seconds > 0, got {timeout!r}")
-
-
 def _check_servers(servers: Servers | None, group: Any, device: torch.device, hierarchy: Hierarchy | None) -> None:
     """Whether these ranks can use them."""
     if servers is None:

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from commlib.collective import AllGather, AllReduce, AllToAll, Among, Collective, PushPull, Rounds, scope_of
+from commlib.compressor import Seeds
 from commlib.exchange import EXCHANGES, hierarchical
-from commlib.exchange.item import Item, Seeds, World
+from commlib.exchange.item import Item
 from commlib.hierarchy import Hierarchy, share
 from commlib.layer import LayerSpec
 from commlib.memory import MemoryStore
 from commlib.route import Route, Rule, resolve
 from commlib.stats import Meter
+from commlib.world import World
 
 T = TypeVar("T", AllReduce, AllGather, AllToAll, PushPull)
 

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from commlib.collective import Rounds, lockstep
-from commlib.compressor import LayerSpec, Memory
-from commlib.exchange import EXCHANGES
+from commlib.compressor import LayerSpec, Memory, Seeds
+from commlib.exchange import EXCHANGES, hierarchical
 from commlib.exchange.arena import Arena
 from commlib.exchange.finite import spans
-from commlib.exchange.item import Item, Seeds, SharedMeters, World
+from commlib.exchange.item import Item, SharedMeters
 from commlib.exchange.parts import Routes, in_parts
 from commlib.exchange.riders import riding
 from commlib.factors.layers import FactorLayers
 from commlib.gauge import Gauge
 from commlib.hierarchy import Hierarchy, share
-from commlib.levels import two_levels
 from commlib.memory import MemoryStore
 from commlib.plain import PlainBucket, PlainBuckets
 from commlib.route import Plan, Route
 from commlib.stats import Meter
 from commlib.steps import Steps
+from commlib.world import World
 
 
 class Sorter:
@@ -173,3 +173,19 @@ class Sorter:
             self.gauge.note(name, codec, grad, memory, self._steps.count)
         seeds = Seeds(self._seed, self._steps.count, name)
         return Item(spec, codec, grad, memory, seeds, meter, owner, trip, self._arena(name, 0))
+
+
+def two_levels(routes: Mapping[str, Sequence[Item]], plan: Plan, world: World, hierarchy: Hierarchy) -> Rounds:
+    """A bucket's rounds under a hierarchy; the plan is looked at before the first, and may change once all are through.
+
+    Args:
+        routes: exchange → its items.
+        plan: what is in force, of which a dense step may make an exception: its layers are cut as the plan has them.
+        world: this rank.
+        hierarchy: nodes.
+    """
+    planned = [plan.layers[item.spec.name] for items in routes.values() for item in items]
+    # What is planned flat has no stripes; in a dense step its gradient is cut as any that is dense.
+    codecs = {p.spec.name: (p.dense if p.route.by_rows else p.route).codec for p in planned}
+    cuts = {p.spec.name: hierarchy.cut(codecs[p.spec.name], p.spec) for p in planned}
+    yield from hierarchical.rounds(routes, cuts, world, hierarchy.local, hierarchy.inter)

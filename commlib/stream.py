@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from commlib.errors import PeerLost
-from commlib.exchange.item import World
+from commlib.world import World
 
 _PINGS = 50
 _PINGS_FIRST = 5  # not counted: ARP, and a connection that has just been made

@@ -33,9 +33,8 @@ import math
 import torch
 
 from commlib import registry
-from commlib.compressor import Compressor, LayerSpec, Memory
+from commlib.compressor import Compressor, LayerSpec, Memory, scales_of
 from commlib.endpoint_contract import check_endpoint as check_endpoint
-from commlib.exchange.item import scales_of
 from commlib.feedback import ErrorFeedback
 from commlib.filter_contract import check_filter as check_filter
 from commlib.trial import close, decode, encode, normal, raises, require, roundtrip, same, seeds, standard_error

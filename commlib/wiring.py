@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 
-from commlib.exchange.item import World
 from commlib.exchange.valve import Throttle
 from commlib.factors.layers import FactorLayers
-from commlib.groups import join_servers
 from commlib.hierarchy import Hierarchy
 from commlib.lanes import Siblings, lay, make_sequencer, scopes
 from commlib.manager.board import Board
 from commlib.manager.manager import Manager
 from commlib.manager.probe import Probe
 from commlib.pace import RateLimit
+from commlib.server.group import join_servers
 from commlib.servers import Servers
 from commlib.setup import Setup
 from commlib.stats import Meter
+from commlib.world import World
 
 
 class Wiring:

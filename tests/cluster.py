@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 import commlib
 from commlib.server import meeting
+from commlib.server.keeper import Snapshots
 from commlib.server.roll import Roll
-from commlib.server.saver import Snapshots
 from commlib.server.serve import serve
 
 TIMEOUT = 60.0

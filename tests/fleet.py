@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import warm
-from commlib.exchange.item import World
+from commlib.world import World
 
 PIDS: set[str] = set()
 """Rank processes alive between tests, which are no leak."""

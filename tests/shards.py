@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import commlib
-from commlib.exchange.item import World
+from commlib.world import World
 
 
 class Network(nn.Module):

@@ -18,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlib
 from commlib.exchange import sequencer
-from commlib.exchange.item import World
 from commlib.handshake import store_of
 from commlib.manager import manager
 from commlib.manager.decision import Decision
 from commlib.manager.sheet import Figures
+from commlib.world import World
 
 ANY_EXCHANGE = (
     *("none", "fp16", "bf16", "onebit", "onebit:axis=tensor", "sign", "int8", "int4", "qsgd", "ternary", "natural"),

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commlib.exchange.item import World
 from commlib.transports.process_group.create import create
 from commlib.transports.process_group.group import ZmqGroup
 from commlib.transports.process_group.options import Options
+from commlib.world import World
 
 T = TypeVar("T")
 

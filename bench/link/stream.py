@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from commlib.exchange.item import World
 from commlib.handshake import store_of
 from commlib.host import network
 from commlib.stream import Stream, measure
+from commlib.world import World
 
 
 def measure_line(seconds: float = 0.3) -> Stream | None:

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from commlib.bench.link.stream import own_address
 from commlib.errors import PeerLost
-from commlib.exchange.item import World
 from commlib.handshake import store_of, wait_for_all
+from commlib.world import World
 
 from .cores import busy_share, ticks
 

@@ -22,38 +22,10 @@ from commlib.exchange import (
     scatter_gather,
     sparse,
 )
-from commlib.exchange.item import Item, Stripe, World
+from commlib.exchange.base import Carrier, Exchange
+from commlib.exchange.item import Item, Stripe
 from commlib.factors.sending import Sending
-
-
-class Carrier(Protocol):
-    """What a plan asks of an exchange. All functions are pure."""
-
-    ROUNDS: int
-    """How many times ``rounds`` yields."""
-
-    def refuse(self, codec: Compressor, spec: LayerSpec) -> str | None:
-        """Why it cannot carry this codec for this layer, or None."""
-
-    def wire_bytes(self, codec: Compressor, spec: LayerSpec, world: int) -> float:
-        """Payload bytes the busiest rank sends in a step for this layer."""
-
-    def owned(self, codec: Compressor, spec: LayerSpec, world: World) -> Stripe | None:
-        """The stripe this rank re-encodes and keeps slots for, if the exchange has such."""
-
-
-class Exchange(Carrier, Protocol):
-    """The contract of one that leaves all ranks with the mean."""
-
-    def rounds(self, items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
-        """Replace each item's gradient by the mean over ranks; bitwise the same on every rank.
-
-        Args:
-            items: layers of one bucket, in the same order on every rank.
-            world: this rank, and how many there are.
-            buffer: the flat bucket, if the items are all of it.
-        """
-
+from commlib.world import World
 
 EXCHANGES: Mapping[str, Exchange] = MappingProxyType(
     {

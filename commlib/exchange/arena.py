@@ -61,3 +61,39 @@ class Arena:
         self._made[self._next : self._next + 1] = [tensor]
         self._next += 1
         return tensor
+
+
+_ALIGN = 8  # codecs view parts of a payload as float32: every payload starts at such a boundary
+
+
+class Packing:
+    """Several payloads in one buffer, each at an aligned offset.
+
+    Args:
+        lengths: bytes of each payload.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = list(lengths)
+        self.offsets: list[int] = []
+        end = 0
+        for n in self.lengths:
+            self.offsets.append(end)
+            end += -(-n // _ALIGN) * _ALIGN
+        self.total = end
+
+    def slices(self, buffer: Tensor) -> list[Tensor]:
+        """The payloads as views of a buffer of ``total`` bytes."""
+        return [buffer[o : o + n] for o, n in zip(self.offsets, self.lengths, strict=True)]
+
+    def columns(self, buffer: Tensor, count: int) -> list[Tensor]:
+        """For each payload all ranks', shape (count, length), as views of ``count`` such buffers in a row."""
+        # rows of no bytes would begin anywhere
+        whole = buffer.view(count, self.total) if self.total else buffer.new_empty(count, _ALIGN)
+        return [whole[:, o : o + n] for o, n in zip(self.offsets, self.lengths, strict=True)]
+
+
+def rows(buffer: Tensor, count: int) -> list[Tensor]:
+    """A flat buffer in ``count`` equal parts. (Not ``view(count, -1)``: rows of no bytes would be misaligned.)"""
+    n = len(buffer) // count
+    return [buffer[i * n : (i + 1) * n] for i in range(count)]

@@ -15,8 +15,9 @@ from commlib.blocks import clear, magnitudes, poison, spread, take
 from commlib.collective import AllReduce, Rounds
 from commlib.compressor import Compressor, LayerSpec
 from commlib.exchange.arena import Arena
-from commlib.exchange.item import Item, Stripe, World, payers
+from commlib.exchange.item import Item, Stripe, payers
 from commlib.stepwise import Blockwise
+from commlib.world import World
 
 ROUNDS = 2
 

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from commlib.collective import AllReduce, Collective, Payers
 from commlib.compressor import Compressor, LayerSpec
-from commlib.exchange.item import Item, World
+from commlib.exchange.item import Item
 from commlib.factors import payload
 from commlib.factors.tap import Rows
 from commlib.factors.trip import Again, First, Trip
+from commlib.world import World
 
 ROUNDS = 2
 

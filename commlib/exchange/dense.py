@@ -9,7 +9,9 @@ from torch import Tensor
 
 from commlib.collective import AllReduce, Payers, Rounds
 from commlib.compressor import Compressor, LayerSpec
-from commlib.exchange.item import Item, Packing, Stripe, World, payers
+from commlib.exchange.arena import Packing
+from commlib.exchange.item import Item, Stripe, payers
+from commlib.world import World
 
 ROUNDS = 1
 

@@ -16,9 +16,10 @@ from commlib.collective import Rounds
 from commlib.compressor import Compressor, LayerSpec
 from commlib.exchange import by_rows
 from commlib.exchange.by_rows import refuse
-from commlib.exchange.item import Item, Stripe, World
+from commlib.exchange.item import Item, Stripe
 from commlib.factors.payload import Payload, Room
 from commlib.factors.sending import ToAll
+from commlib.world import World
 
 __all__ = ["ROUNDS", "owned", "refuse", "rounds", "sending", "wire_bytes"]
 

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from commlib.collective import AllGather, Rounds
 from commlib.compressor import Compressor, LayerSpec
-from commlib.exchange.item import Item, Packing, Stripe, World, payers
+from commlib.exchange.arena import Packing
+from commlib.exchange.item import Item, Stripe, payers
+from commlib.world import World
 
 ROUNDS = 1
 

@@ -25,7 +25,9 @@ from torch import Tensor
 
 from commlib.collective import AllGather, AllToAll, Among, Rounds, among, lockstep
 from commlib.exchange import BY_ROWS, EXCHANGES
-from commlib.exchange.item import Item, Stripe, World, payers, rows
+from commlib.exchange.arena import rows
+from commlib.exchange.item import Item, Stripe, payers
+from commlib.world import World
 
 MORE_ROUNDS = 2
 """Rounds besides those between nodes: one before and one after."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -13,23 +12,13 @@ import torch
 from torch import Tensor
 
 from commlib.collective import Payers
-from commlib.compressor import Compressor, LayerSpec, Memory
+from commlib.compressor import Compressor, LayerSpec, Memory, Seeds, scales_of
 from commlib.exchange.arena import Arena
 from commlib.scratch import scratch
 from commlib.stats import Meter
 
 if TYPE_CHECKING:
     from commlib.factors.trip import Trip
-
-_ALIGN = 8  # codecs view parts of a payload as float32: every payload starts at such a boundary
-
-
-@dataclasses.dataclass(frozen=True)
-class World:
-    """Which rank of how many."""
-
-    rank: int
-    size: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,23 +56,6 @@ class Part:
 
 
 WHOLE = Part()
-
-
-@dataclasses.dataclass(frozen=True)
-class Seeds:
-    """Seeds of one layer in one step: a pure function of (seed, step, layer, rank, stage)."""
-
-    seed: int
-    step: int
-    layer: str
-
-    def of(self, codec: Compressor, rank: int, stage: str = "") -> int:
-        """63 bits; the same for all ranks if the codec shares its seed, and 0 if it draws nothing."""
-        if not codec.random:
-            return 0
-        who = "all" if codec.shared_seed else str(rank)
-        text = f"{self.seed}/{self.step}/{self.layer}/{who}/{stage}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,11 +130,6 @@ class Item:
         return scratch("item", like.shape, torch.float32, like.device)
 
 
-def scales_of(codec: Compressor, payload: Tensor, spec: LayerSpec) -> Tensor:
-    """The scales in a payload, float32; empty if its codec has none."""
-    return payload[: codec.scale_bytes(spec)].view(torch.float32)
-
-
 class SharedMeters:
     """Meters of layers that travel as one: one for each set of them, for good, of which every layer has a share."""
 
@@ -176,39 +143,6 @@ class SharedMeters:
             parts = [(item.meter, item.spec.numel) for item in items]
             self._made[key] = Meter.of_all(items[0].spec.device, parts)
         return self._made[key]
-
-
-class Packing:
-    """Several payloads in one buffer, each at an aligned offset.
-
-    Args:
-        lengths: bytes of each payload.
-    """
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self.lengths = list(lengths)
-        self.offsets: list[int] = []
-        end = 0
-        for n in self.lengths:
-            self.offsets.append(end)
-            end += -(-n // _ALIGN) * _ALIGN
-        self.total = end
-
-    def slices(self, buffer: Tensor) -> list[Tensor]:
-        """The payloads as views of a buffer of ``total`` bytes."""
-        return [buffer[o : o + n] for o, n in zip(self.offsets, self.lengths, strict=True)]
-
-    def columns(self, buffer: Tensor, count: int) -> list[Tensor]:
-        """For each payload all ranks', shape (count, length), as views of ``count`` such buffers in a row."""
-        # rows of no bytes would begin anywhere
-        whole = buffer.view(count, self.total) if self.total else buffer.new_empty(count, _ALIGN)
-        return [whole[:, o : o + n] for o, n in zip(self.offsets, self.lengths, strict=True)]
-
-
-def rows(buffer: Tensor, count: int) -> list[Tensor]:
-    """A flat buffer in ``count`` equal parts. (Not ``view(count, -1)``: rows of no bytes would be misaligned.)"""
-    n = len(buffer) // count
-    return [buffer[i * n : (i + 1) * n] for i in range(count)]
 
 
 def payers(items: Sequence[Item], lengths: Sequence[int]) -> Payers:

@@ -10,10 +10,11 @@ from torch import Tensor
 from commlib.collective import AllReduce, Rounds
 from commlib.compressor import Compressor, LayerSpec
 from commlib.exchange.arena import Arena
-from commlib.exchange.item import Item, Stripe, World, payers
+from commlib.exchange.item import Item, Stripe, payers
 from commlib.feedback import ErrorFeedback
 from commlib.stepwise import LowRank
 from commlib.thin import thin_product
+from commlib.world import World
 
 ROUNDS = 2
 

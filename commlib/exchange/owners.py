@@ -22,10 +22,12 @@ from torch import Tensor
 from commlib.collective import AllGather, Rounds
 from commlib.compressor import Compressor, LayerSpec
 from commlib.exchange import by_rows
-from commlib.exchange.item import Item, Packing, Stripe, World, payers, rows
+from commlib.exchange.arena import Packing, rows
+from commlib.exchange.item import Item, Stripe, payers
 from commlib.factors.payload import Room
 from commlib.factors.sending import ToOwners
 from commlib.factors.shares import Shares
+from commlib.world import World
 
 ROUNDS = by_rows.ROUNDS + 1
 

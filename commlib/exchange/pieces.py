@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commlib.exchange.item import rows
+from commlib.exchange.arena import rows
 
 
 def _nothing() -> None: ...

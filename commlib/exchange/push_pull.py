@@ -13,8 +13,9 @@ from torch import Tensor
 
 from commlib.collective import Among, Collective, PushPull, Rounds
 from commlib.compressor import Compressor, LayerSpec
-from commlib.exchange.item import Item, Stripe, World
+from commlib.exchange.item import Item, Stripe
 from commlib.frame import DTYPES
+from commlib.world import World
 
 ROUNDS = 1
 

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from commlib.collective import AllToAll, Rounds
 from commlib.compressor import Compressor, LayerSpec
-from commlib.exchange.item import Item, Packing, Stripe, World, payers
+from commlib.exchange.arena import Packing
+from commlib.exchange.item import Item, Stripe, payers
 from commlib.scratch import scratch
+from commlib.world import World
 
 ROUNDS = 1
 PASSES = 1

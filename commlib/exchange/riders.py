@@ -14,9 +14,10 @@ import torch
 from commlib.collective import Rounds
 from commlib.compressor import LayerSpec, Memory
 from commlib.exchange import EXCHANGES
-from commlib.exchange.item import Item, World
+from commlib.exchange.item import Item
 from commlib.exchange.parts import Routes
 from commlib.stats import Meter
+from commlib.world import World
 
 MOST = 64 << 10
 """Bytes of gradient that ride at most: beyond, their own collective costs less than the copies."""

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from commlib.collective import AllGather, AllToAll, Collective, Rounds
 from commlib.compressor import Compressor, LayerSpec, Memory
-from commlib.exchange.item import WHOLE, Item, Packing, Part, Stripe, World, cut, rows
+from commlib.exchange.arena import Packing, rows
+from commlib.exchange.item import WHOLE, Item, Part, Stripe, cut
 from commlib.scratch import scratch
+from commlib.world import World
 
 ROUNDS = 2
 

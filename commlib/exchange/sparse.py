@@ -14,7 +14,9 @@ from torch import Tensor
 
 from commlib.collective import AllGather, Rounds, lockstep
 from commlib.compressor import Compressor, LayerSpec, Memory
-from commlib.exchange.item import Item, Packing, Stripe, World
+from commlib.exchange.arena import Packing
+from commlib.exchange.item import Item, Stripe
+from commlib.world import World
 
 ROUNDS = 2
 

@@ -17,9 +17,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commlib.compressor import Compressor
+from commlib.compressor import Compressor, Seeds
 from commlib.exchange import BY_ROWS
-from commlib.exchange.item import Seeds, World
 from commlib.factors.kept import has_gradient
 from commlib.factors.order import Order
 from commlib.factors.tap import Tap
@@ -27,6 +26,7 @@ from commlib.factors.trip import Habit, Trip
 from commlib.forward import before_forward
 from commlib.model import linear_layers
 from commlib.route import Route
+from commlib.world import World
 
 
 class Observer(Protocol):

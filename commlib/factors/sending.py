@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from commlib.exchange.item import World
 from commlib.factors.payload import Payload, Room
 from commlib.factors.shares import Shares
 from commlib.factors.tap import Rows
+from commlib.world import World
 
 HEADER = 16
 """Bytes before a rank's rows: their number and flags, as int64."""

@@ -9,12 +9,13 @@ from typing import cast
 
 from commlib.compressor import Compressor, LayerSpec
 from commlib.exchange import reduce_scatter
-from commlib.exchange.item import Stripe, World
+from commlib.exchange.item import Stripe
 from commlib.hierarchy import Hierarchy, refuse
 from commlib.planning import make_plan
 from commlib.policy import Exact, Policy, policy_of
 from commlib.registry import make, make_plain
 from commlib.route import Plan, PlannedLayer, Route, Rule, Rules
+from commlib.world import World
 
 TO_OWNERS = "reduce_scatter"
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from commlib.compressor import LayerSpec, Memory
+from commlib.compressor import LayerSpec, Memory, Seeds
 from commlib.errors import CommlibError
 from commlib.exchange import reduce_scatter
 from commlib.exchange.arena import Arena
-from commlib.exchange.item import Item, Seeds, World
+from commlib.exchange.item import Item
 from commlib.fsdp.plan import Replicas
 from commlib.fsdp.units import Unit
 from commlib.gauge import Gauge
@@ -20,6 +20,7 @@ from commlib.memory import MemoryStore
 from commlib.route import Plan, Route
 from commlib.stats import Meter
 from commlib.steps import Steps
+from commlib.world import World
 
 
 class Sorter:

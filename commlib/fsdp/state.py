@@ -10,7 +10,7 @@ from torch import nn
 
 from commlib.__version__ import __version__
 from commlib.checkpoint import StateDict, from_state, to_state
-from commlib.exchange.item import World
+from commlib.errors import check_numbers
 from commlib.fsdp.comms import Between, ToAll, ToOwners
 from commlib.fsdp.plan import Replicas, codecs_of, plan_of
 from commlib.fsdp.traffic import Traffic
@@ -20,9 +20,9 @@ from commlib.log import Log, Loggable
 from commlib.loss_scale import LossScale
 from commlib.policy import Exact, Policy
 from commlib.route import Plan, Rules
-from commlib.setup import check_numbers
 from commlib.stats import Stats
 from commlib.warm import warm
+from commlib.world import World
 
 
 class ShardedState(Loggable):

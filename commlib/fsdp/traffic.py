@@ -22,7 +22,6 @@ from commlib.collective import AllGather, Rounds, Scope, lockstep
 from commlib.compressor import Compressor, LayerSpec
 from commlib.errors import CommlibError, PeerLost
 from commlib.exchange import EXCHANGES, reduce_scatter
-from commlib.exchange.item import World
 from commlib.exchange.sequencer import Sequencer
 from commlib.exchange.valve import Throttle
 from commlib.fsdp import values
@@ -36,6 +35,7 @@ from commlib.memory import MemoryStore
 from commlib.route import Plan
 from commlib.stats import Meter
 from commlib.steps import Steps
+from commlib.world import World
 
 _MEAN, _SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 

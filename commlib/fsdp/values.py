@@ -13,10 +13,10 @@ from torch import Tensor
 
 from commlib.collective import AllGather, Rounds
 from commlib.compressor import Compressor, LayerSpec, Memory
-from commlib.exchange.arena import Arena
-from commlib.exchange.item import Packing, World, rows
+from commlib.exchange.arena import Arena, Packing, rows
 from commlib.scratch import scratch
 from commlib.stats import Meter
+from commlib.world import World
 
 _NOTHING = Memory({}, {})
 

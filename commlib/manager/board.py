@@ -14,8 +14,8 @@ from typing import Any
 import msgpack
 
 from commlib.errors import PeerLost
-from commlib.exchange.item import World
 from commlib.handshake import store_of, wait_for_all
+from commlib.world import World
 
 _LOST = "lost"
 _GRACE = 5.0  # seconds

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from commlib.collective import AllReduce
-from commlib.exchange.item import World
 from commlib.link import Line
 from commlib.memory import MemoryStore
 from commlib.route import Route
 from commlib.simulate import echo, part
+from commlib.world import World
 
 _SHAPES = ((64, 1024), (1024, 2048))
 _TIMES = 3

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from commlib.errors import CommlibError
-from commlib.exchange.item import World
 from commlib.factors.layers import FactorLayers
 from commlib.manager.board import Board
 from commlib.manager.codecs import Cost, measure
@@ -30,6 +29,7 @@ from commlib.route import Plan, Route, resolve
 from commlib.setup import Setup
 from commlib.stats import Meter
 from commlib.trace import NONE, Trace
+from commlib.world import World
 
 log = logging.getLogger("commlib")
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from commlib.collective import Scope, scope_of
-from commlib.exchange.item import World
 from commlib.hierarchy import Hierarchy
 from commlib.line import Fit, fit
 from commlib.link import Line, Link
@@ -23,6 +22,7 @@ from commlib.memory import MemoryStore
 from commlib.pace import RateLimit
 from commlib.route import resolve
 from commlib.simulate import part
+from commlib.world import World
 
 _SIZES = (16 << 10, 1 << 20, 8 << 20)  # bytes a rank sends
 _SERVED = (16 << 10, 4 << 20, 32 << 20)  # the same to servers, where a chunk has some megabytes

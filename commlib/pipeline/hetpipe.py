@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from commlib.consistency import WSP
 from commlib.errors import CommlibError
-from commlib.exchange.item import World
 from commlib.groups import group_of, sibling
 from commlib.handshake import agree, meeting_place
 from commlib.parameter_server import ParameterServer
@@ -21,6 +20,7 @@ from commlib.pipeline.carrier import Carrier
 from commlib.pipeline.order import depth, passes, place
 from commlib.pipeline.stash import output_of, stashed
 from commlib.recording import Traceable
+from commlib.world import World
 
 Loss = Callable[[Tensor, Any], Tensor]
 

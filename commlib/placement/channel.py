@@ -21,9 +21,9 @@ from torch import Tensor
 
 from commlib.backward import wait
 from commlib.errors import PeerLost, PlanMismatch
-from commlib.exchange.item import World
 from commlib.handshake import answer_roll_call, roll_call
 from commlib.placement.coder import Coder
+from commlib.world import World
 
 EXACT = Coder()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from commlib.exchange.item import World
 from commlib.link import Line, Link
 from commlib.manager.probe import Probe, measure_product
 from commlib.model import trained_parameters
 from commlib.placement.choice import Figures, Linear
+from commlib.world import World
 
 
 def measure(model: nn.Module, layers: Mapping[str, nn.Linear], example: Any, group: Any, world: World) -> Figures:

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commlib.__version__ import __version__
 from commlib.errors import unknown
-from commlib.exchange.item import World
 from commlib.groups import group_of, sibling, waits_on_stream
 from commlib.handshake import agree, meeting_place, publish_failure
 from commlib.layer import LayerSpec
@@ -24,6 +23,7 @@ from commlib.placement.choice import Considered, decide
 from commlib.placement.coder import Coder
 from commlib.placement.layer import PlacedLinear, placed_layers
 from commlib.placement.measure import measure
+from commlib.world import World
 
 AUTO = "auto"
 

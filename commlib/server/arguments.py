@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commlib.model import refuse_sparse
 from commlib.rule import Consistency
+from commlib.server.keeper import Snapshots
 from commlib.server.rhythm import Rhythm
-from commlib.server.saver import Snapshots
 from commlib.topology.topology import Topology
 
 

@@ -19,28 +19,8 @@ from commlib.consistency import Threshold
 from commlib.errors import ProtocolError
 from commlib.finite import finite
 from commlib.ledger import Ledger
+from commlib.server.messages import Applied
 from commlib.server.replace import Replace
-
-
-@dataclasses.dataclass(frozen=True)
-class Applied:
-    """What went into the values as one.
-
-    Args:
-        number: 0, 1, … of the cell's.
-        stamps: worker → stamp of its push.
-        gradient: (n,), as the optimizer got it; None if there was none in these pushes, or they were refused.
-        refused: workers whose push was not finite.
-        options: of the optimizer, where they are others than it was made with: its ``lr`` by now, say.
-        absent: parameters (by their place in the cell) of which nobody had a gradient.
-    """
-
-    number: int
-    stamps: Mapping[int, int]
-    gradient: Tensor | None
-    refused: frozenset[int] = frozenset()
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    absent: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)

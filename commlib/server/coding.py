@@ -22,9 +22,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from commlib.compressor import Compressor, LayerSpec
+from commlib.compressor import Compressor, LayerSpec, Seeds
 from commlib.errors import ProtocolError, unknown
-from commlib.exchange.item import Seeds
 from commlib.feedback import ErrorFeedback
 from commlib.filter import Chain, Content, chain, filters
 from commlib.finite import finite

@@ -13,8 +13,8 @@ import typer
 
 from commlib.errors import CommlibError
 from commlib.server import meeting
+from commlib.server.keeper import Snapshots
 from commlib.server.roll import Roll
-from commlib.server.saver import Snapshots
 from commlib.server.serve import serve
 from commlib.server.status import look, show
 

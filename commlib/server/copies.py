@@ -13,9 +13,8 @@ import itertools
 import torch
 from torch import Tensor
 
-from commlib.compressor import Compressor, LayerSpec
+from commlib.compressor import Compressor, LayerSpec, Seeds
 from commlib.errors import ProtocolError
-from commlib.exchange.item import Seeds
 from commlib.filter import Chain, Content, Receiving, Sending
 from commlib.finite import finite
 from commlib.memory import MemoryStore

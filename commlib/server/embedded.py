@@ -20,13 +20,13 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
 from commlib.errors import CommlibError, PeerLost
-from commlib.exchange.item import World
 from commlib.handshake import store_of, wait_for_all
 from commlib.server import meeting
 from commlib.server.chunks import NBYTES, fitting
-from commlib.server.saver import Snapshots
+from commlib.server.keeper import Snapshots
 from commlib.stream import measure
 from commlib.where import address_of, address_towards, machine, store_host
+from commlib.world import World
 
 _log = logging.getLogger("commlib")
 _GRACE_S = 10.0

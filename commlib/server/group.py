@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from commlib.errors import CommlibError, PeerLost
-from commlib.exchange.item import World
+from commlib.groups import deadline
 from commlib.handshake import store_of
 from commlib.layer import LayerSpec
 from commlib.server import meeting
@@ -34,6 +35,7 @@ from commlib.server.recipe import Recipe
 from commlib.server.replace import Replace
 from commlib.server.worker import Terms, Worker
 from commlib.servers import Servers
+from commlib.world import World
 
 _PARTING_S = 10.0
 
@@ -245,3 +247,27 @@ def _by_layer(job: Job) -> dict[str, list[Chunk]]:
     for chunk in job.chunks.values():
         found[chunk.pieces[0].name].append(chunk)
     return found
+
+
+def join_servers(
+    owner: object,
+    specs: Sequence[LayerSpec],
+    servers: Servers | None,
+    group: Any,
+    key: str,
+    world: World,
+    timeout: float,
+) -> ServerGroup | None:
+    """The way to the servers, if there are some and something goes by them; left when its owner is gone, at the latest.
+
+    Args:
+        owner: of it; but it does not keep it alive.
+        specs: layers that go by them, or may come to.
+        servers, group, key, world, timeout: as :class:`ServerGroup` has them.
+    """
+    if servers is None or not specs:
+        return None
+    wait = deadline(group, specs[0].device).total_seconds()
+    made = ServerGroup(specs, servers, group, key, world, timeout, wait)
+    weakref.finalize(owner, made.close)
+    return made

@@ -15,9 +15,8 @@ import collections
 from typing import Any
 
 from commlib.errors import ProtocolError
-from commlib.server.cell import Applied
 from commlib.server.chunks import group_of, in_group
-from commlib.server.messages import Agreed, Message, Moved, Pull, Send, Start
+from commlib.server.messages import Agreed, Applied, Message, Moved, Pull, Send, Start
 from commlib.server.shard import Shard
 from commlib.server.view import View
 from commlib.topology.sync import Delta, Follower, Master

@@ -6,6 +6,7 @@ it and no others, if workers go in step. So with BSP a job that goes on does wha
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -75,3 +76,22 @@ def restore(folder: str, keys: Collection[str], fingerprint: str) -> tuple[int, 
     raise SnapshotFailed(
         f"nothing to go on from: {lacking}; each shard's snapshots must be in the folder that all read"
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshots:
+    """Where and when a shard's state is saved.
+
+    Args:
+        folder: all shards' are there.
+        every: steps between two.
+        restore: go on from those that are there.
+    """
+
+    folder: str
+    every: int = 1000
+    restore: bool = False
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"steps between snapshots must be 1 or more, got {self.every}")

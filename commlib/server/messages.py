@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from commlib.filter import Content
-from commlib.server.cell import Applied
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,3 +189,24 @@ Message = (
 )
 Send = tuple[str | int, Message]
 """To a shard, by name, or to a worker, by rank."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Applied:
+    """What went into the values as one.
+
+    Args:
+        number: 0, 1, … of the cell's.
+        stamps: worker → stamp of its push.
+        gradient: (n,), as the optimizer got it; None if there was none in these pushes, or they were refused.
+        refused: workers whose push was not finite.
+        options: of the optimizer, where they are others than it was made with: its ``lr`` by now, say.
+        absent: parameters (by their place in the cell) of which nobody had a gradient.
+    """
+
+    number: int
+    stamps: Mapping[int, int]
+    gradient: Tensor | None
+    refused: frozenset[int] = frozenset()
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    absent: frozenset[int] = frozenset()

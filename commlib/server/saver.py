@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import secrets
 import time
@@ -11,32 +10,13 @@ from typing import Any
 
 from commlib.errors import CommlibError
 from commlib.server.job import Job
-from commlib.server.keeper import Keeper, restore
+from commlib.server.keeper import Keeper, Snapshots, restore
 from commlib.server.roll import Roll
 from commlib.server.shard_node import ShardNode
 from commlib.server.snapshot import SnapshotFailed, numbers, save
 
 _log = logging.getLogger("commlib")
 _LOOK_S = 0.5
-
-
-@dataclasses.dataclass(frozen=True)
-class Snapshots:
-    """Where and when a shard's state is saved.
-
-    Args:
-        folder: all shards' are there.
-        every: steps between two.
-        restore: go on from those that are there.
-    """
-
-    folder: str
-    every: int = 1000
-    restore: bool = False
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"steps between snapshots must be 1 or more, got {self.every}")
 
 
 class Saver:

@@ -19,9 +19,10 @@ from commlib.server import meeting
 from commlib.server.cell import Cell
 from commlib.server.grouped import GroupedShard
 from commlib.server.job import Job
+from commlib.server.keeper import Snapshots
 from commlib.server.member import Membership
 from commlib.server.roll import LEFT, PLACED, SHARD, Epoch, Member, Roll
-from commlib.server.saver import Saver, Snapshots
+from commlib.server.saver import Saver
 from commlib.server.shard import Shard
 from commlib.server.shard_node import ShardNode
 from commlib.topology.topology import Topology

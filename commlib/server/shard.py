@@ -20,7 +20,7 @@ from typing import Any
 
 from commlib.errors import CommlibError, ProtocolError
 from commlib.filter import Content
-from commlib.server.cell import Applied, Cell
+from commlib.server.cell import Cell
 from commlib.server.coding import Coding
 from commlib.server.copies import Copies
 from commlib.server.inbox import Inbox
@@ -28,6 +28,7 @@ from commlib.server.keeper import Keeper
 from commlib.server.messages import (
     Ack,
     Adopt,
+    Applied,
     Keys,
     Message,
     Observe,

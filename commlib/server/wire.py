@@ -26,11 +26,11 @@ from commlib.buffers import from_buffer, to_buffer
 from commlib.errors import ProtocolError
 from commlib.filter import Content
 from commlib.frame import DTYPES, Buffer
-from commlib.server.cell import Applied
 from commlib.server.messages import (
     Ack,
     Adopt,
     Agreed,
+    Applied,
     Complaint,
     Keys,
     Message,

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from commlib.compressor import Compressor, LayerSpec
-from commlib.exchange.item import Packing
+from commlib.exchange.arena import Packing
 from commlib.exchange.scatter_gather import stripes
 from commlib.planning import make_plan
 from commlib.policy import policy_of

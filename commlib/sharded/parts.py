@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from commlib.errors import CheckpointMismatch
-from commlib.exchange.item import World
 from commlib.server.recipe import Recipe
 from commlib.sharded.cuts import Cut
+from commlib.world import World
 
 _NOT_OPTIONS = ("params", "param_names")
 

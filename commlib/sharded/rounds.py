@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from commlib.collective import AllGather, Rounds
-from commlib.exchange.arena import Arena
-from commlib.exchange.item import Item, World, rows
+from commlib.exchange.arena import Arena, rows
+from commlib.exchange.item import Item
 from commlib.exchange.scatter_gather import mean_of_stripe, scatter
 from commlib.sharded.cuts import Cut, rows_of
 from commlib.stats import Meter
+from commlib.world import World
 
 
 def to_owners(items: Sequence[Item], world: World, means: Sequence[Tensor]) -> Rounds:

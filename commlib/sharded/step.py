@@ -13,8 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from commlib.checkpoint import StateDict, from_state, to_state
-from commlib.errors import CommlibError
-from commlib.exchange.item import World
+from commlib.errors import CommlibError, check_numbers
 from commlib.finite import finite
 from commlib.groups import begin_alike, group_of
 from commlib.handshake import agree, meeting_place, publish_failure, share
@@ -22,7 +21,6 @@ from commlib.model import layer_specs, one_device, refuse_sparse, trained_parame
 from commlib.route import Plan, Rules
 from commlib.server.guard import Guard
 from commlib.server.recipe import by_group
-from commlib.setup import check_numbers
 from commlib.sharded import checkpoint, verdict
 from commlib.sharded.arrivals import Arrivals, hook_of
 from commlib.sharded.cuts import NBYTES, buckets_of, plan_of
@@ -32,6 +30,7 @@ from commlib.sharded.traffic import Traffic
 from commlib.sharded.verdict import Verdict
 from commlib.stats import Stats
 from commlib.warm import warm
+from commlib.world import World
 
 
 class ShardedStep:

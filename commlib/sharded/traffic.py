@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from commlib.backward import wait
 from commlib.collective import Rounds
-from commlib.compressor import Memory
+from commlib.compressor import Memory, Seeds
 from commlib.errors import PeerLost
 from commlib.exchange.arena import Arena
-from commlib.exchange.item import Item, Seeds, World
+from commlib.exchange.item import Item
 from commlib.exchange.valve import Throttle
 from commlib.handshake import answer_roll_call
 from commlib.lanes import Siblings, lay, make_sequencer
@@ -29,6 +29,7 @@ from commlib.sharded.cuts import Cut
 from commlib.sharded.parts import flat
 from commlib.sharded.rounds import exchanged, gathered, to_all, to_owners
 from commlib.stats import Meter
+from commlib.world import World
 
 
 class Traffic:

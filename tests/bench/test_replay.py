@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlib
 from commlib.bench.replay import Replay
-from commlib.exchange.item import World
+from commlib.world import World
 from fleet import Fleet
 
 SHAPES = [

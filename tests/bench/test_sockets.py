@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from commlib.bench import sockets
 from commlib.bench.sockets import Traffic, traffic
-from commlib.exchange.item import World
+from commlib.world import World
 from fleet import Fleet
 
 pytestmark = pytest.mark.skipif(traffic() is None, reason="this system does not count bytes per connection")

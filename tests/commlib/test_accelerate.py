@@ -18,7 +18,7 @@ from torch import nn
 
 import commlib.accelerate
 from commlib import CheckpointMismatch
-from commlib.exchange.item import World
+from commlib.world import World
 from fleet import Fleet
 from toy import Logged, batch, model, owed, same, same_everywhere, torchrun
 

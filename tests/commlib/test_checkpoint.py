@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import commlib
-from commlib.exchange.item import World
+from commlib.world import World
 from fleet import Fleet
 from tiers import full
 from toy import PAIRS, Trainer, batch, owed

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import commlib
 from commlib import CheckpointMismatch, PeerLost
 from commlib.collector import Collector
-from commlib.exchange.item import World
+from commlib.world import World
 from fleet import Fleet
 from toy import Trainer
 

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import Join
 import commlib
 from commlib.drift import Comparison, checksum, compared, differing, explain
 from commlib.errors import PeerLost, PlanMismatch, ReplicasDiverged
-from commlib.exchange.item import World
+from commlib.world import World
 from fleet import Fleet
 from toy import Trainer, batch, model
 

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from commlib.errors import PlanMismatch
-from commlib.exchange.item import World
 from commlib.handshake import agree, answer_roll_call, meeting_place, publish_failure, roll_call, share, store_of, tell
+from commlib.world import World
 from fleet import Fleet
 from wires import each, new_store
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlib.compressor import LayerSpec
-from commlib.exchange.item import World
 from commlib.hierarchy import Hierarchy, Place, of_mesh, of_places, refuse, share
 from commlib.registry import make
 from commlib.route import Plan, PlannedLayer, Route, resolve
+from commlib.world import World
 
 TORCHRUN = {"GROUP_RANK": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 

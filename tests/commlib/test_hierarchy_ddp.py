@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
-from commlib.exchange.item import World
 from commlib.exchange.valve import Throttle
+from commlib.world import World
 from fleet import Fleet
 from tiers import full
 from toy import Trainer, same_everywhere, through_delays, torchrun

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlib
 import warm
-from commlib.exchange.item import World
+from commlib.world import World
 from tiers import full
 from toy import torchrun
 

@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlib
 from commlib.exchange import BY_ROWS
-from commlib.exchange.item import World
 from commlib.manager import manager
 from commlib.manager.decision import Decision
 from commlib.manager.sheet import Figures
+from commlib.world import World
 from fleet import Fleet
 from tiers import full
 from toy import Trainer, same_everywhere, through_delays, torchrun

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import commlib
-from commlib.exchange.item import World
+from commlib.world import World
 from fleet import Fleet
 from tiers import full
 from toy import Trainer, owed, poison, torchrun

@@ -24,9 +24,9 @@ import commlib
 import commlib.lightning
 import commlib.strategy
 from commlib import CheckpointMismatch
-from commlib.exchange.item import World
 from commlib.lightning import DDPStrategy
 from commlib.strategy import KEY
+from commlib.world import World
 from fleet import Fleet
 from tiers import full
 from toy import Logged, batch, model, owed, same, same_everywhere

@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 import commlib
 from commlib.bench.sockets import traffic
 from commlib.exchange import sequencer, valve
-from commlib.exchange.item import World
 from commlib.factors.layers import FactorLayers
-from commlib.groups import check_limit
+from commlib.pace import check_limit
+from commlib.world import World
 from fleet import Fleet
 from toy import Trainer, same_everywhere
 

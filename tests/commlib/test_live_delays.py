@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import commlib
-from commlib.exchange.item import World
+from commlib.world import World
 from fleet import Fleet
 from toy import Trainer, through_delays
 

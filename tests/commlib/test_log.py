@@ -18,12 +18,12 @@ from torch.distributed.algorithms.join import Join
 
 import commlib
 from commlib.errors import ReplicasDiverged
-from commlib.exchange.item import World
 from commlib.gauge import Gauge
 from commlib.layer import LayerSpec
 from commlib.log import changes
 from commlib.log_targets import LogFailed
 from commlib.planning import make_plan
+from commlib.world import World
 from fleet import Fleet
 from toy import Trainer, batch, heard, says_when_it_waits, torchrun, train_poisoned
 

@@ -19,8 +19,8 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
-from commlib.exchange.item import World
 from commlib.lookout import handed_over
+from commlib.world import World
 from fleet import Fleet
 from toy import Trainer, head, owed, same_everywhere
 

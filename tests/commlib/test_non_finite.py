@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from commlib.exchange.item import World
+from commlib.world import World
 from fleet import Fleet
 from tiers import full
 from toy import PAIRS, Trainer, poison, same_everywhere

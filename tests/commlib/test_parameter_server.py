@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlib
 from cluster import HANG_S, Cluster
-from commlib.exchange.item import World
+from commlib.world import World
 from fleet import Fleet
 from tiers import full
 

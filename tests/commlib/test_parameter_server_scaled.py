@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 
 import commlib
 from cluster import Cluster
-from commlib.exchange.item import World
+from commlib.world import World
 from fleet import Fleet
 
 STEPS = 6

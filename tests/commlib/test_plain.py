@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
-from commlib.exchange.item import World
 from commlib.hook import HookState
+from commlib.world import World
 from fleet import Fleet
 
 BUCKETS = 2  # with ``bucket_cap_mb=0.005``, from the second step on

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from commlib import cost, price
 from commlib.cost import Shape
-from commlib.exchange.item import World
 from commlib.factors.payload import Payload, Room
 from commlib.factors.sending import ToAll, ToOwners
 from commlib.factors.trip import Habit, Trip
 from commlib.link import Line, Link
+from commlib.world import World
 
 F32 = 4  # bytes
 HEADER = 16  # bytes before a rank's rows

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from commlib.exchange.item import World
 from commlib.profiled import ranged, within
 from commlib.stats import Meter
+from commlib.world import World
 from fleet import Fleet
 from toy import Trainer
 

@@ -20,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlib
 from cluster import Cluster
-from commlib.exchange.item import World
 from commlib.manager import manager
 from commlib.manager.decision import Decision
 from commlib.manager.sheet import Figures
 from commlib.server import meeting
+from commlib.world import World
 from fleet import Fleet
 from toy import Trainer, same_everywhere, through_delays, train_poisoned
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import commlib
 from commlib.exchange import parts
-from commlib.exchange.item import World
+from commlib.world import World
 from fleet import Fleet
 from toy import Trainer, train_poisoned
 from traces import inside, spans

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import commlib
-from commlib.exchange.item import World
+from commlib.world import World
 from fleet import Fleet
 from tiers import full
 from toy import ANY_EXCHANGE, PAIRS, Trainer, same_everywhere, through_delays

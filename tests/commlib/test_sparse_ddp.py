@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlib
 from commlib.errors import CheckpointMismatch
-from commlib.exchange.item import World
+from commlib.world import World
 from fleet import Fleet
 from tiers import full
 from toy import head, same_everywhere, through_delays

@@ -11,8 +11,8 @@ import pytest
 from torch._C import _distributed_c10d as c10d
 
 from commlib.errors import PeerLost
-from commlib.exchange.item import World
 from commlib.stream import Stream, choose_peer, measure, ping, receive_stream, send_stream, typical_rate
+from commlib.world import World
 
 
 def connected() -> tuple[socket.socket, socket.socket]:

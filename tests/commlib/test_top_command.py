@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from commlib.exchange.item import World
 from commlib.top_command import view
+from commlib.world import World
 from fleet import Fleet
 from toy import Trainer
 

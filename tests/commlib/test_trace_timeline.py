@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlib
 from commlib import backward
-from commlib.exchange.item import World
 from commlib.passes import Passes
 from commlib.server.chunks import cut
 from commlib.server.client import Client
@@ -31,6 +30,7 @@ from commlib.server.syncer import Syncer
 from commlib.server.view import View
 from commlib.timeline import Timeline, just_in_time_seconds, overlap, step_seconds
 from commlib.trace import Trace
+from commlib.world import World
 from fleet import Fleet
 from tiers import examples
 from traces import shown

@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import Dataset
 
 import commlib.transformers
-from commlib.exchange.item import World
+from commlib.world import World
 from fleet import Fleet
 from tiers import full
 from toy import Logged, owed, same, same_everywhere, torchrun

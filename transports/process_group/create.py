@@ -10,11 +10,11 @@ import weakref
 from typing import Any
 
 from commlib.errors import CommlibError
-from commlib.exchange.item import World
 from commlib.handshake import roll_call_at
 from commlib.schedule import choice
 from commlib.schedule.steps import Place
 from commlib.transports.zeromq import ZeroMQ
+from commlib.world import World
 
 from . import meeting
 from .engine import Engine

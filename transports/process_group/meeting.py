@@ -14,11 +14,11 @@ import torch
 from commlib import keys
 from commlib.buffers import to_buffer
 from commlib.errors import AuthenticationError, CommlibError, PeerLost
-from commlib.exchange.item import World
 from commlib.handshake import wait_for_all
 from commlib.link import Line
 from commlib.transports.zeromq import ZeroMQ, is_loopback
 from commlib.where import address_towards, machine, store_host
+from commlib.world import World
 
 from .options import Options
 

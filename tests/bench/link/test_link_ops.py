@@ -9,7 +9,7 @@ import torch.distributed as dist
 from commlib.bench.link.ops import OPS, Buffers, sample, wrong
 from commlib.bench.link.rank import Bench, Measured
 from commlib.errors import CommlibError
-from commlib.exchange.item import World
+from commlib.world import World
 from fleet import Fleet, RankFailed
 
 CPU = torch.device("cpu")

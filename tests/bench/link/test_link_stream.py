@@ -8,8 +8,8 @@ from commlib.bench.lab import Lab
 from commlib.bench.launch import run_ranks
 from commlib.bench.link import stream
 from commlib.bench.link.stream import measure_line
-from commlib.exchange.item import World
 from commlib.stream import Stream
+from commlib.world import World
 from fleet import Fleet, RankFailed
 
 

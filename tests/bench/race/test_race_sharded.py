@@ -15,7 +15,7 @@ from commlib.bench.race.course import Replaying, Training
 from commlib.bench.race.models import MODELS
 from commlib.bench.race.sharded import COMMLIB, Sharded, check_options, choose, split
 from commlib.bench.race.units import LEAST, units
-from commlib.exchange.item import World
+from commlib.world import World
 from fleet import Fleet
 
 

@@ -13,8 +13,8 @@ from commlib.bench.served import ring
 from commlib.bench.served.cores import Ticks, ticks
 from commlib.bench.served.ring import Ring, measure_ring
 from commlib.errors import PeerLost
-from commlib.exchange.item import World
 from commlib.handshake import store_of
+from commlib.world import World
 from fleet import Fleet, RankFailed
 from tiers import full
 

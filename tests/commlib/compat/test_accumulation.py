@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlib
 from commlib.exchange import BY_ROWS
-from commlib.exchange.item import World
 from commlib.factors.kept import Kept
+from commlib.world import World
 from fleet import Fleet
 from tiers import full
 from toy import batch, model, same_everywhere

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import commlib
 from commlib.beside import Nobody
-from commlib.exchange.item import World
+from commlib.world import World
 from fleet import Fleet
 from tiers import full
 from toy import batch, model, same_everywhere

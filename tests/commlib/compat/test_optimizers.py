@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commlib
 from commlib.beside import advice
 from commlib.exchange import BY_ROWS
-from commlib.exchange.item import World
+from commlib.world import World
 from fleet import Fleet
 from toy import batch, model, same_everywhere
 

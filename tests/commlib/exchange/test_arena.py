@@ -12,7 +12,6 @@ from commlib.bench.exchange.pairs import Pair, choose
 from commlib.collective import Rounds
 from commlib.exchange import BY_ROWS, parts
 from commlib.exchange.arena import Arena
-from commlib.exchange.item import World
 from commlib.hierarchy import Hierarchy
 from commlib.layer import LayerSpec
 from commlib.memory import MemoryStore
@@ -20,6 +19,7 @@ from commlib.planning import make_plan
 from commlib.simulate import run
 from commlib.sorter import Sorter
 from commlib.steps import Steps
+from commlib.world import World
 from tiers import full
 
 CPU = torch.device("cpu")

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from commlib.collective import Rounds
+from commlib.compressor import Seeds
 from commlib.exchange import BY_ROWS, EXCHANGES
-from commlib.exchange.item import Item, Seeds, World
+from commlib.exchange.item import Item
 from commlib.factors.payload import Room
 from commlib.factors.tap import Rows
 from commlib.factors.trip import Again, First, Habit, Trip
@@ -22,6 +23,7 @@ from commlib.memory import MemoryStore
 from commlib.registry import make
 from commlib.simulate import run
 from commlib.stats import Meter
+from commlib.world import World
 from toy import Meeting
 
 NONE, CPU = make("none"), torch.device("cpu")

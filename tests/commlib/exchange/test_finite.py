@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from commlib.compressor import LayerSpec, Memory
+from commlib.compressor import LayerSpec, Memory, Seeds
 from commlib.exchange import finite
 from commlib.exchange.finite import LARGE, spans
-from commlib.exchange.item import Item, Seeds, World
+from commlib.exchange.item import Item
 from commlib.registry import make
 from commlib.stats import Meter
+from commlib.world import World
 from fleet import Fleet
 from tiers import full
 from toy import Trainer, same_everywhere, train_poisoned

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlib.collective import AllReduce, Among, scope_of
-from commlib.compressor import LayerSpec
+from commlib.compressor import LayerSpec, Seeds
 from commlib.exchange import hierarchical
-from commlib.exchange.item import Item, Seeds, World
+from commlib.exchange.item import Item
 from commlib.hierarchy import Hierarchy, refuse
 from commlib.lanes import scopes
 from commlib.memory import MemoryStore
@@ -21,6 +21,7 @@ from commlib.route import Route
 from commlib.simulate import exchange_once, run
 from commlib.slots import Memory
 from commlib.stats import Meter
+from commlib.world import World
 from tiers import examples, full
 
 MOMENTUM_FREE = {"dgc": "dgc:ratio=0.05,momentum=0", "topk": "topk:ratio=0.05", "randomk": "randomk:ratio=0.05"}

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from commlib.collective import Rounds, scope_of
-from commlib.compressor import LayerSpec
+from commlib.compressor import LayerSpec, Seeds
 from commlib.exchange import BY_ROWS, hierarchical
-from commlib.exchange.item import Item, Seeds, World
+from commlib.exchange.item import Item
 from commlib.factors.trip import Again, First, Habit, Trip
 from commlib.hierarchy import Hierarchy
 from commlib.lanes import scopes
@@ -21,6 +21,7 @@ from commlib.route import resolve
 from commlib.simulate import run
 from commlib.slots import Memory
 from commlib.stats import Meter
+from commlib.world import World
 from tiers import examples
 from toy import Meeting
 

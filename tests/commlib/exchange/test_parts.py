@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from commlib.collective import AllToAll, Rounds
+from commlib.compressor import Seeds
 from commlib.exchange import EXCHANGES, parts
 from commlib.exchange.arena import Arena
-from commlib.exchange.item import Item, Part, Seeds, World
+from commlib.exchange.item import Item, Part
 from commlib.exchange.scatter_gather import _part, stripes
 from commlib.layer import LayerSpec
 from commlib.memory import MemoryStore
@@ -23,6 +24,7 @@ from commlib.registry import make
 from commlib.route import Route
 from commlib.simulate import run
 from commlib.stats import Meter
+from commlib.world import World
 from fleet import Fleet
 from tiers import full
 from toy import Trainer, same_everywhere, through_delays, train_poisoned

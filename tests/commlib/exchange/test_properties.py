@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlib.compressor import LayerSpec
+from commlib.compressor import LayerSpec, Seeds
 from commlib.exchange import EXCHANGES
-from commlib.exchange.item import Item, Seeds, World
+from commlib.exchange.item import Item
 from commlib.exchange.scatter_gather import stripes
 from commlib.memory import MemoryStore
 from commlib.registry import compressors, make
@@ -20,6 +20,7 @@ from commlib.route import Route
 from commlib.simulate import exchange_once, run
 from commlib.slots import Memory
 from commlib.stats import Meter
+from commlib.world import World
 from tiers import examples, full
 
 BLOCKS = "blocks:keep=0.3,staleness=4,block=16"  # several to a layer

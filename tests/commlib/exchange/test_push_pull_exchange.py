@@ -7,14 +7,16 @@ import torch
 from torch import Tensor
 
 from commlib.collective import Among, PushPull
+from commlib.compressor import Seeds
 from commlib.exchange import push_pull
-from commlib.exchange.item import Item, Seeds, World
+from commlib.exchange.item import Item
 from commlib.layer import LayerSpec
 from commlib.registry import make
 from commlib.route import resolve
 from commlib.simulate import exchange_once
 from commlib.slots import Memory
 from commlib.stats import Meter
+from commlib.world import World
 
 
 def item(grad: Tensor, name: str = "layer") -> Item:

@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlib.collective import AllToAll
-from commlib.compressor import LayerSpec, Memory
+from commlib.compressor import LayerSpec, Memory, Seeds
 from commlib.exchange import reduce_scatter
-from commlib.exchange.item import Item, Seeds, World
+from commlib.exchange.item import Item
 from commlib.registry import make
 from commlib.route import Route, resolve
 from commlib.stats import Meter
+from commlib.world import World
 from toy import Meeting
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4)

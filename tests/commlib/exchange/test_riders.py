@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from commlib.collective import Rounds, lockstep
-from commlib.compressor import LayerSpec, Memory
+from commlib.compressor import LayerSpec, Memory, Seeds
 from commlib.exchange import EXCHANGES, riders
-from commlib.exchange.item import Item, Seeds, SharedMeters, World
+from commlib.exchange.item import Item, SharedMeters
 from commlib.exchange.parts import Routes
 from commlib.exchange.riders import riding
 from commlib.memory import MemoryStore
@@ -23,6 +23,7 @@ from commlib.registry import make
 from commlib.route import Route
 from commlib.simulate import run
 from commlib.stats import Meter
+from commlib.world import World
 from fleet import Fleet
 from tiers import full
 from toy import Trainer, same_everywhere, through_delays, train_poisoned

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commlib.collective import AllReduce, Rounds, Scope
-from commlib.exchange.item import World
 from commlib.exchange.sequencer import Sequencer
+from commlib.world import World
 from fleet import Fleet
 from toy import heard, say
 

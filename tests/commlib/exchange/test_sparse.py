@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from commlib.compressor import LayerSpec, Memory
+from commlib.compressor import LayerSpec, Memory, Seeds
 from commlib.exchange import EXCHANGES
-from commlib.exchange.item import Item, Seeds, World
+from commlib.exchange.item import Item
 from commlib.layer import LayerSpec as Spec
 from commlib.model import layer_specs
 from commlib.planning import make_plan
@@ -20,6 +20,7 @@ from commlib.registry import make
 from commlib.route import Route, resolve
 from commlib.simulate import run
 from commlib.stats import Meter
+from commlib.world import World
 
 CPU = torch.device("cpu")
 HEIGHT = 9

@@ -19,12 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlib
 from commlib.exchange import sequencer
-from commlib.exchange.item import World
 from commlib.factors.layers import FactorLayers
 from commlib.manager import manager
 from commlib.manager.decision import Decision
 from commlib.manager.model import Model
 from commlib.manager.sheet import Figures
+from commlib.world import World
 from fleet import Fleet
 from tiers import full
 from toy import same_everywhere

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from commlib.exchange.item import World
 from commlib.factors.tap import Tap
+from commlib.world import World
 from fleet import Fleet
 from toy import Trainer
 

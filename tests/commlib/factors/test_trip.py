@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from commlib.exchange.item import World
 from commlib.factors.payload import Payload, Room
 from commlib.factors.sending import Sending, ToAll, ToOwners
 from commlib.factors.shares import Shares
 from commlib.factors.trip import Habit, Trip
+from commlib.world import World
 from toy import Meeting
 
 N, M = 4, 7  # an odd number of values in a row

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import commlib
 from commlib.errors import CheckpointMismatch
-from commlib.exchange.item import World
+from commlib.world import World
 from fleet import Fleet
 from shards import ShardedTrainer
 from tiers import full

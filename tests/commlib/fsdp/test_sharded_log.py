@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from commlib.exchange.item import World
+from commlib.world import World
 from fleet import Fleet
 from shards import Network, ShardedTrainer, batch
 from tiers import full

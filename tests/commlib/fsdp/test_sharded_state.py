@@ -21,9 +21,9 @@ import commlib
 from commlib.compressor import LayerSpec, Memory
 from commlib.errors import CommlibError, PlanMismatch
 from commlib.exchange import reduce_scatter
-from commlib.exchange.item import World
 from commlib.fsdp.state import ShardedState
 from commlib.registry import make
+from commlib.world import World
 from fleet import Fleet, RankFailed
 from shards import Network, ShardedTrainer, batch
 from tiers import full

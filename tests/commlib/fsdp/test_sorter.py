@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from commlib.compressor import LayerSpec, Slot
-from commlib.exchange.item import World
 from commlib.fsdp.plan import Replicas, plan_of
 from commlib.fsdp.sorter import Sorter
 from commlib.fsdp.units import Unit
 from commlib.memory import MemoryStore
 from commlib.stats import Meter
 from commlib.steps import Steps
+from commlib.world import World
 
 CPU = torch.device("cpu")
 SPECS = {"a.weight": LayerSpec("a.weight", (5, 8)), "b.weight": LayerSpec("b.weight", (4, 8))}

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commlib.errors import CheckpointMismatch, CommlibError, PlanMismatch
-from commlib.exchange.item import World
 from commlib.local.rules import RULES
 from commlib.local.steps import LocalSteps
+from commlib.world import World
 from fleet import Fleet, RankFailed
 
 

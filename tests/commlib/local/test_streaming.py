@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from commlib.exchange.item import World
 from commlib.local.steps import LocalSteps
+from commlib.world import World
 from fleet import Fleet
 
 TAU, DELAY, MIX, RATE, STEPS = 6, 2, 0.25, 0.1, 20

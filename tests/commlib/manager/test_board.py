@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from commlib.errors import PeerLost
-from commlib.exchange.item import World
 from commlib.manager.board import Board
+from commlib.world import World
 
 PATIENT = 60.0  # seconds: nobody is missing
 Posts = Sequence[Mapping[str, Any]]

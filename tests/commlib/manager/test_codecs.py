@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from commlib.compressors.int8 import Int8
-from commlib.exchange.item import World
 from commlib.link import Line
 from commlib.manager import codecs
 from commlib.manager.codecs import Cost, measure, slowest
 from commlib.route import resolve
+from commlib.world import World
 
 CPU = torch.device("cpu")
 

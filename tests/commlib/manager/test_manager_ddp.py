@@ -12,10 +12,10 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
-from commlib.exchange.item import World
 from commlib.manager import manager
 from commlib.manager.decision import Decision
 from commlib.manager.sheet import Figures
+from commlib.world import World
 from fleet import Fleet
 from tiers import full
 from toy import heard, same_everywhere, say

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commlib.exchange.item import World
 from commlib.exchange.valve import Throttle
 from commlib.groups import sibling
 from commlib.hierarchy import Hierarchy
 from commlib.link import Link
 from commlib.manager.probe import Probe, measure_product
 from commlib.pace import RateLimit
+from commlib.world import World
 from fleet import Fleet
 
 CPU = torch.device("cpu")

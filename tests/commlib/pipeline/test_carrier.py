@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from commlib.errors import PeerLost
-from commlib.exchange.item import World
 from commlib.pipeline.carrier import Carrier
 from commlib.pipeline.order import place
+from commlib.world import World
 from fleet import Fleet
 
 

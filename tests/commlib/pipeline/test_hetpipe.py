@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from commlib.consistency import WSP
 from commlib.errors import CommlibError, PeerLost
-from commlib.exchange.item import World
 from commlib.handshake import store_of
 from commlib.pipeline.hetpipe import HetPipe
 from commlib.pipeline.order import depth
+from commlib.world import World
 from fleet import Fleet
 from traces import shown
 

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 import commlib
 from commlib.errors import PlanMismatch
-from commlib.exchange.item import World
 from commlib.placement.layer import PlacedLinear, placed_layers
 from commlib.placement.state import (
     clip_grad_norm_,
@@ -25,6 +24,7 @@ from commlib.placement.state import (
     load_full_optimizer_state_dict,
     load_full_state_dict,
 )
+from commlib.world import World
 from fleet import Fleet, RankFailed
 from tiers import full
 

@@ -14,10 +14,10 @@ from torch._C import _distributed_c10d as c10d
 
 import commlib
 from cluster import Cluster, until
-from commlib.exchange.item import World
 from commlib.layer import LayerSpec
 from commlib.server.group import ServerGroup, job_of
 from commlib.servers import Servers
+from commlib.world import World
 
 SPECS = [
     LayerSpec("large", (100, 90)),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import commlib
 from cluster import HANG_S, Cluster, until
-from commlib.server.saver import Snapshots
+from commlib.server.keeper import Snapshots
 from tiers import full
 
 SEEDING = threading.Lock()

@@ -18,11 +18,12 @@ from commlib.consistency import BSP
 from commlib.errors import ProtocolError
 from commlib.filter import Content
 from commlib.frame import DTYPES
-from commlib.server.cell import Applied, Cell
+from commlib.server.cell import Cell
 from commlib.server.messages import (
     Ack,
     Adopt,
     Agreed,
+    Applied,
     Complaint,
     Keys,
     Message,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlib.errors import CommlibError
-from commlib.exchange.item import Packing
+from commlib.exchange.arena import Packing
 from commlib.layer import LayerSpec
 from commlib.policy import Exact
 from commlib.registry import make

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from commlib.checkpoint import merge_state_dicts
 from commlib.errors import CheckpointMismatch, CommlibError, PeerLost, PlanMismatch
-from commlib.exchange.item import World
 from commlib.sharded.cuts import buckets_of, plan_of, verdict_bytes, wire_bytes
 from commlib.sharded.step import ShardedStep
+from commlib.world import World
 from fleet import Fleet, RankFailed
 
 Make = Callable[[Any], Optimizer]

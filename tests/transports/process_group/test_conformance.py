@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import commlib  # noqa: F401  # registers the backend
-from commlib.exchange.item import World
+from commlib.world import World
 from fleet import Fleet
 from tiers import full
 

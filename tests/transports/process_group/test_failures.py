@@ -209,8 +209,8 @@ def test_an_operation_that_there_is_not_is_refused(op: Any, dtype: torch.dtype, 
 
 
 def test_a_rank_that_never_comes_to_make_the_group_is_named() -> None:
-    from commlib.exchange.item import World
     from commlib.transports.process_group.meeting import hear, say
+    from commlib.world import World
 
     store = new_store()
     say(store, "k", World(1, 3), "here")

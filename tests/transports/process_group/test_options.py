@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from commlib.errors import AuthenticationError, CommlibError
-from commlib.exchange.item import World
 from commlib.transports.process_group import meeting
 from commlib.transports.process_group.create import create
 from commlib.transports.process_group.options import Options
+from commlib.world import World
 from wires import new_store
 
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
-from commlib.exchange.item import World
+from commlib.world import World
 from fleet import Fleet
 from tiers import full
 

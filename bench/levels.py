@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commlib.route import Plan
+from commlib.plan_file import Plan
 
 
 def levels_of(plan: Plan) -> str:

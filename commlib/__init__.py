@@ -23,9 +23,10 @@ from commlib.pace import RateLimit
 from commlib.parameter_server import ParameterServer
 from commlib.pipeline.hetpipe import HetPipe
 from commlib.placement.place import place
+from commlib.plan_file import Plan
 from commlib.policy import Exact, Lossy
 from commlib.registry import make
-from commlib.route import Plan, Route
+from commlib.route import Route
 from commlib.servers import Servers
 from commlib.sharded.step import ShardedStep
 from commlib.stats import LayerStats, Stats

@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from commlib.attach import attach as attach_to
 from commlib.collector import Collector
 from commlib.hook import HookState
+from commlib.plan_file import Plan
 from commlib.policy import Exact, Policy
-from commlib.route import Plan, Rules
+from commlib.route import Rules
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

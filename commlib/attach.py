@@ -13,8 +13,9 @@ from commlib.door import check_free
 from commlib.fsdp.units import is_sharded
 from commlib.handshake import publish_absence
 from commlib.hook import HookState
+from commlib.plan_file import Plan
 from commlib.policy import Exact, Policy
-from commlib.route import Plan, Rules
+from commlib.route import Rules
 
 if TYPE_CHECKING:
     from commlib.fsdp.state import ShardedState

@@ -19,7 +19,7 @@ from commlib.compressor import LayerSpec, Slot
 from commlib.errors import CheckpointMismatch
 from commlib.hierarchy import Hierarchy, Share, share
 from commlib.memory import MemoryStore
-from commlib.route import Plan, PlannedLayer
+from commlib.plan_file import Plan, PlannedLayer
 from commlib.slots import NODE, OWNER
 from commlib.world import World
 

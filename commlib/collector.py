@@ -7,7 +7,7 @@ import os
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgpack
 import torch
@@ -19,9 +19,23 @@ from commlib.checkpoint import StateDict, merge_state_dicts
 from commlib.errors import CheckpointMismatch, PeerLost
 from commlib.groups import for_states
 from commlib.handshake import meeting_place, store_of, tell, wait_for_all
-from commlib.hook import HookState
+from commlib.world import World
 
 _STEP, _FOUND, _PROBLEM = "step", "found", "problem"  # what ranks tell each other
+
+
+class Stateful(Protocol):
+    """What has a state on each rank: as much of a :class:`commlib.HookState` as is asked of one here."""
+
+    @property
+    def world(self) -> World:
+        """This rank, and how many there are."""
+
+    def state_dict(self) -> StateDict:
+        """This rank's."""
+
+    def load_state_dict(self, state: StateDict, *, drop_residuals: bool = False) -> None:
+        """Go on from it."""
 
 
 class Collector:
@@ -36,7 +50,7 @@ class Collector:
         timeout: seconds to wait for the other ranks.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, comm: HookState, timeout: float = 300.0) -> None:
+    def __init__(self, ddp: DistributedDataParallel, comm: Stateful, timeout: float = 300.0) -> None:
         self._comm, self._world, self._timeout = comm, comm.world, timeout
         self._group: Any = ddp.process_group
         self._device = next(ddp.parameters()).device

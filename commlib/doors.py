@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint
 from typing import Protocol, cast
 
-from commlib import registry
 from commlib.endpoint import Endpoint
+from commlib.spec import fetch, installed
 
 GROUP = "commlib.endpoints"
 WINDOW = 8 << 20
@@ -28,7 +28,7 @@ class Door(Protocol):
 @functools.cache
 def doors() -> Mapping[str, EntryPoint]:
     """Name → entry point of every installed one."""
-    return registry.installed(GROUP, "endpoints")
+    return installed(GROUP, "endpoints")
 
 
 def door(name: str) -> Door:
@@ -38,4 +38,4 @@ def door(name: str) -> Door:
         ValueError: there is none of this name.
         MissingDependency: it needs a package that is not installed.
     """
-    return cast(Door, registry.fetch("endpoint", name, doors()))
+    return cast(Door, fetch("endpoint", name, doors()))

@@ -27,10 +27,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from commlib import registry
 from commlib.compressor import format_option
 from commlib.errors import ProtocolError
-from commlib.spec import build, split
+from commlib.spec import build, fetch, installed, split
 
 GROUP = "commlib.filters"
 
@@ -259,7 +258,7 @@ def keys_fault(keys: Tensor, size: int) -> str | None:
 @functools.cache
 def filters() -> Mapping[str, EntryPoint]:
     """Name → entry point of every installed filter, read-only; ValueError if two have the same name."""
-    return registry.installed(GROUP, "filters")
+    return installed(GROUP, "filters")
 
 
 def make_filter(spec: str) -> Filter:
@@ -271,7 +270,7 @@ def make_filter(spec: str) -> Filter:
         TypeError: the entry point is no Filter.
     """
     name, options = split("filter", spec)
-    cls = registry.fetch("filter", name, filters(), extra="filters")
+    cls = fetch("filter", name, filters(), extra="filters")
     if not (isinstance(cls, type) and issubclass(cls, Filter)):
         raise TypeError(f"entry point {filters()[name].value} of filter {name!r} is not a commlib.filter.Filter")
     required = [f.name for f in dataclasses.fields(cast(Any, cls)) if f.init and f.default is dataclasses.MISSING]

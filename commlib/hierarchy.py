@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from commlib.compressor import Compressor, LayerSpec
 from commlib.exchange import BY_ROWS
+from commlib.exchange.base import Routed
 from commlib.exchange.item import Stripe
 from commlib.exchange.scatter_gather import stripes
-from commlib.route import Route
 from commlib.slots import NODE
 from commlib.world import World
 
@@ -132,7 +132,7 @@ class Hierarchy:
         return " ".join(",".join(map(str, ranks)) for ranks in self.nodes)
 
 
-def share(route: Route, spec: LayerSpec, world: World, hierarchy: Hierarchy | None) -> Share:
+def share(route: Routed, spec: LayerSpec, world: World, hierarchy: Hierarchy | None) -> Share:
     """What a rank exchanges of a layer, with whom: all of it with all ranks, unless a hierarchy shares it out."""
     return Share(world, spec) if hierarchy is None or route.by_rows else hierarchy.share(route.codec, spec)
 
@@ -196,7 +196,7 @@ def of_mesh(mesh: Sequence[Sequence[int]], members: Sequence[int], rank: int) ->
     return Hierarchy(tuple(tuple(number[r] for r in row) for row in mesh), rank)
 
 
-def refuse(route: Route, spec: LayerSpec) -> str | None:
+def refuse(route: Routed, spec: LayerSpec) -> str | None:
     """Why a route cannot be taken under a hierarchy, or None."""
     if route.by_rows:
         return None

@@ -24,8 +24,9 @@ from commlib.loss_scale import LossScale
 from commlib.memory import MemoryStore
 from commlib.model import inside, name_of, trained_parameters
 from commlib.pace import RateLimit, check_limit
+from commlib.plan_file import Plan
 from commlib.policy import Exact, Policy
-from commlib.route import Plan, Rules
+from commlib.route import Rules
 from commlib.servers import Servers
 from commlib.sorter import Sorter
 from commlib.stats import Meter, Stats

@@ -23,7 +23,6 @@ from commlib.exchange.valve import Throttle
 from commlib.groups import sibling, waits_on_stream
 from commlib.handshake import roll_call
 from commlib.hierarchy import Hierarchy
-from commlib.server.group import ServerGroup
 from commlib.world import World
 
 Members = tuple[int, ...] | None
@@ -115,7 +114,7 @@ def lay(
     siblings: Siblings,
     throttle: Throttle,
     hierarchy: Hierarchy | None = None,
-    servers: ServerGroup | None = None,
+    servers: object | None = None,
 ) -> None:
     """Gives a sequencer what it lacks: ``group`` for the first round, and one more of the same ranks for each after it.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from commlib.errors import PlanMismatch
 from commlib.handshake import difference, share, tell
 from commlib.hierarchy import Hierarchy, Place, of_mesh, of_places, refuse
-from commlib.route import Plan
+from commlib.plan_file import Plan
 from commlib.world import World
 
 _KIND = "hierarchy"

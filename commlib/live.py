@@ -24,8 +24,9 @@ from commlib.log import Loggable
 from commlib.lookout import Lookout
 from commlib.manager.manager import Manager
 from commlib.memory import MemoryStore
+from commlib.plan_file import Plan
 from commlib.policy import Policy
-from commlib.route import Plan, Rules
+from commlib.route import Rules
 from commlib.servers import Servers
 from commlib.setup import Setup
 from commlib.sorter import Sorter

@@ -25,8 +25,8 @@ from commlib.drift import DriftGuard
 from commlib.errors import ReplicasDiverged, check_numbers
 from commlib.gauge import Gauge, Held, total
 from commlib.log_targets import Entry, Target, target_of
+from commlib.plan_file import Plan
 from commlib.recording import Traceable
-from commlib.route import Plan
 from commlib.stats import PHASES, Meter, Stats
 from commlib.steps import Steps
 from commlib.world import World

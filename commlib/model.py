@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commlib.compressor import Kind, LayerSpec
+from commlib.layer import Kind, LayerSpec
 
 _CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NORM = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)

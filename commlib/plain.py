@@ -16,7 +16,7 @@ from torch import Tensor
 from commlib.collective import AllReduce, Payers, Rounds
 from commlib.exchange import dense
 from commlib.exchange.item import Item, SharedMeters
-from commlib.route import Plan
+from commlib.plan_file import Plan
 from commlib.world import World
 
 

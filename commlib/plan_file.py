@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
+import math
 import os
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,9 +18,130 @@ import torch
 from commlib.__version__ import __version__
 from commlib.errors import unknown
 from commlib.exchange import OF_SPARSE
+from commlib.exchange.scatter_gather import stripes
 from commlib.layer import Kind, LayerSpec
 from commlib.registry import compressors, make
-from commlib.route import Plan, PlannedLayer, Route, resolve
+from commlib.route import Route, resolve
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedLayer:
+    """One line of a plan.
+
+    Attributes:
+        spec: the layer.
+        route: its route.
+        dense: the dense route of warm-up steps.
+        reason: why it has that route.
+        predicted_s: seconds its exchange takes by itself, where a manager has predicted it.
+        measured_s: seconds from its issue to its end, coding included, on this rank: what runs beside it counts too.
+    """
+
+    spec: LayerSpec
+    route: Route
+    dense: Route
+    reason: str
+    predicted_s: float | None = None
+    measured_s: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Layer by layer, how gradients travel. Prints as a table.
+
+    Attributes:
+        layers: by parameter name.
+        world: ranks, or under a hierarchy nodes: those that a route connects.
+        about: a line on the whole.
+        local: ranks on each node under a hierarchy, each of which exchanges a stripe of every layer; otherwise 1.
+    """
+
+    layers: Mapping[str, PlannedLayer]
+    world: int
+    about: str = ""
+    local: int = 1
+
+    def __iter__(self) -> Iterator[PlannedLayer]:
+        return iter(self.layers.values())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Keep it in a file, for :meth:`load`. A file that is there is replaced, whole or not at all.
+
+        Raises:
+            OSError: it cannot be written.
+            ValueError: a route has no name that can be read back.
+        """
+        save(self, path)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """A plan from a file. ``commlib.attach(ddp, plan)`` pins it: its routes, and no others.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it is no plan.
+        """
+        return load(path)
+
+    def diff(self, new: Plan) -> str:
+        """What differs in a new plan, as text."""
+        return diff(self, new)
+
+    def because(self, about: str, reason: str) -> Plan:
+        """The same routes for another reason; sparse gradients have but one."""
+        layers = {n: p if p.spec.sparse else dataclasses.replace(p, reason=reason) for n, p in self.layers.items()}
+        return Plan(layers, self.world, about, self.local)
+
+    def noted(self, about: str, *, local: int = 1) -> Plan:
+        """The same plan, with one more thing to say about it, and with so many ranks on a node."""
+        return dataclasses.replace(self, about="; ".join(filter(None, [self.about, about])), local=local)
+
+    @functools.cached_property
+    def plain(self) -> bool:
+        """Whether all layers go as they are, as without a hook."""
+        return all(p.route.plain for p in self)
+
+    @functools.cached_property
+    def remembers(self) -> bool:
+        """Whether any route keeps something from step to step."""
+        return any(p.route.codec.slots(p.spec) or p.route.codec.random for p in self)
+
+    def describe(self) -> dict[str, str]:
+        """Name → ``shape dtype route``: what every rank must agree on."""
+        return {p.spec.name: f"{p.spec.layout()} {p.route}" for p in self}
+
+    def __str__(self) -> str:
+        head = ["layer", "gradient", "route", "bytes/step", "of dense", "predicted ms", "measured ms", "why"]
+        rows = [head, *(self._row(p) for p in self)]
+        shown = [i for i in range(len(head)) if i not in (5, 6) or any(r[i] != "-" for r in rows[1:])]
+        widths = [max(len(r[i]) for r in rows) for i in range(len(head))]
+        lines = ["  ".join((str.rjust if 3 <= i <= 6 else str.ljust)(r[i], widths[i]) for i in shown) for r in rows]
+        return "\n".join([*filter(None, [self.about]), *(line.rstrip() for line in lines)])
+
+    def _row(self, p: PlannedLayer) -> list[str]:
+        ranks = self.world * self.local
+        passes = getattr(p.route.carrier(), "PASSES", 2)
+        sent, full = self._sent(p), passes * (ranks - 1) / ranks * p.spec.nbytes
+        known = not math.isnan(sent)
+        share = f"1/{full / sent:.1f}" if sent and full and known else "-"
+        times = ["-" if s is None else f"{s * 1e3:.3g}" for s in (p.predicted_s, p.measured_s)]
+        return [
+            p.spec.name,
+            p.spec.layout(),
+            str(p.route),
+            f"{sent:,.0f}" if known else "by batch",
+            share,
+            *times,
+            p.reason,
+        ]
+
+    def _sent(self, p: PlannedLayer) -> float:
+        """Bytes that the busiest rank sends by a route in a step: under a hierarchy, to other nodes."""
+        carry = p.route.carrier().wire_bytes
+        if self.local == 1 or p.route.by_rows:
+            return carry(p.route.codec, p.spec, self.world * self.local)
+        return max(carry(p.route.codec, s.spec, self.world) for s in stripes(p.route.codec, p.spec, self.local))
+
 
 SCHEMA = 1
 _FLOATS = {name: t for name, t in vars(torch).items() if isinstance(t, torch.dtype) and t.is_floating_point}

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from commlib.layer import LayerSpec
-from commlib.route import Plan, PlannedLayer, Route, Rules, resolve
+from commlib.plan_file import Plan, PlannedLayer
+from commlib.route import Route, Rules, resolve
 
 
 def make_plan(specs: Sequence[LayerSpec], rules: Rules, *, world: int, min_size: int) -> Plan:

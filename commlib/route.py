@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib
-import math
-import os
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from commlib.compressor import Compressor, LayerSpec
 from commlib.errors import unknown
 from commlib.exchange import BY_ROWS, BY_SERVERS, CARRIERS, EXCHANGES, OF_SPARSE
 from commlib.exchange.base import Carrier
-from commlib.exchange.scatter_gather import stripes
 from commlib.feedback import ErrorFeedback
 from commlib.registry import make
 
@@ -98,129 +92,3 @@ def resolve(rule: Rule, world: int) -> Route:
     if reason:
         raise ValueError(f"{route.codec} cannot go over {route.exchange}: {reason}")
     return route
-
-
-@dataclasses.dataclass(frozen=True)
-class PlannedLayer:
-    """One line of a plan.
-
-    Attributes:
-        spec: the layer.
-        route: its route.
-        dense: the dense route of warm-up steps.
-        reason: why it has that route.
-        predicted_s: seconds its exchange takes by itself, where a manager has predicted it.
-        measured_s: seconds from its issue to its end, coding included, on this rank: what runs beside it counts too.
-    """
-
-    spec: LayerSpec
-    route: Route
-    dense: Route
-    reason: str
-    predicted_s: float | None = None
-    measured_s: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Layer by layer, how gradients travel. Prints as a table.
-
-    Attributes:
-        layers: by parameter name.
-        world: ranks, or under a hierarchy nodes: those that a route connects.
-        about: a line on the whole.
-        local: ranks on each node under a hierarchy, each of which exchanges a stripe of every layer; otherwise 1.
-    """
-
-    layers: Mapping[str, PlannedLayer]
-    world: int
-    about: str = ""
-    local: int = 1
-
-    def __iter__(self) -> Iterator[PlannedLayer]:
-        return iter(self.layers.values())
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Keep it in a file, for :meth:`load`. A file that is there is replaced, whole or not at all.
-
-        Raises:
-            OSError: it cannot be written.
-            ValueError: a route has no name that can be read back.
-        """
-        plan_file().save(self, path)
-
-    @staticmethod
-    def load(path: str | os.PathLike[str]) -> Plan:
-        """A plan from a file. ``commlib.attach(ddp, plan)`` pins it: its routes, and no others.
-
-        Raises:
-            OSError: it cannot be read.
-            ValueError: it is no plan.
-        """
-        plan: Plan = plan_file().load(path)
-        return plan
-
-    def diff(self, new: Plan) -> str:
-        """What differs in a new plan, as text."""
-        text: str = plan_file().diff(self, new)
-        return text
-
-    def because(self, about: str, reason: str) -> Plan:
-        """The same routes for another reason; sparse gradients have but one."""
-        layers = {n: p if p.spec.sparse else dataclasses.replace(p, reason=reason) for n, p in self.layers.items()}
-        return Plan(layers, self.world, about, self.local)
-
-    def noted(self, about: str, *, local: int = 1) -> Plan:
-        """The same plan, with one more thing to say about it, and with so many ranks on a node."""
-        return dataclasses.replace(self, about="; ".join(filter(None, [self.about, about])), local=local)
-
-    @functools.cached_property
-    def plain(self) -> bool:
-        """Whether all layers go as they are, as without a hook."""
-        return all(p.route.plain for p in self)
-
-    @functools.cached_property
-    def remembers(self) -> bool:
-        """Whether any route keeps something from step to step."""
-        return any(p.route.codec.slots(p.spec) or p.route.codec.random for p in self)
-
-    def describe(self) -> dict[str, str]:
-        """Name → ``shape dtype route``: what every rank must agree on."""
-        return {p.spec.name: f"{p.spec.layout()} {p.route}" for p in self}
-
-    def __str__(self) -> str:
-        head = ["layer", "gradient", "route", "bytes/step", "of dense", "predicted ms", "measured ms", "why"]
-        rows = [head, *(self._row(p) for p in self)]
-        shown = [i for i in range(len(head)) if i not in (5, 6) or any(r[i] != "-" for r in rows[1:])]
-        widths = [max(len(r[i]) for r in rows) for i in range(len(head))]
-        lines = ["  ".join((str.rjust if 3 <= i <= 6 else str.ljust)(r[i], widths[i]) for i in shown) for r in rows]
-        return "\n".join([*filter(None, [self.about]), *(line.rstrip() for line in lines)])
-
-    def _row(self, p: PlannedLayer) -> list[str]:
-        ranks = self.world * self.local
-        passes = getattr(p.route.carrier(), "PASSES", 2)
-        sent, full = self._sent(p), passes * (ranks - 1) / ranks * p.spec.nbytes
-        known = not math.isnan(sent)
-        share = f"1/{full / sent:.1f}" if sent and full and known else "-"
-        times = ["-" if s is None else f"{s * 1e3:.3g}" for s in (p.predicted_s, p.measured_s)]
-        return [
-            p.spec.name,
-            p.spec.layout(),
-            str(p.route),
-            f"{sent:,.0f}" if known else "by batch",
-            share,
-            *times,
-            p.reason,
-        ]
-
-    def _sent(self, p: PlannedLayer) -> float:
-        """Bytes that the busiest rank sends by a route in a step: under a hierarchy, to other nodes."""
-        carry = p.route.carrier().wire_bytes
-        if self.local == 1 or p.route.by_rows:
-            return carry(p.route.codec, p.spec, self.world * self.local)
-        return max(carry(p.route.codec, s.spec, self.world) for s in stripes(p.route.codec, p.spec, self.local))
-
-
-def plan_file() -> Any:
-    """The module of plan files, which knows this one."""
-    return importlib.import_module("commlib.plan_file")

@@ -20,10 +20,10 @@ from commlib.groups import waits_on_stream
 from commlib.hierarchy import Hierarchy
 from commlib.layer import LayerSpec
 from commlib.model import check_frozen_integers, inside, layer_specs, linear_layers, one_device
-from commlib.plan_file import pin
+from commlib.plan_file import Plan, pin
 from commlib.planning import make_plan
 from commlib.policy import Policy, policy_of
-from commlib.route import Plan, Route, Rules
+from commlib.route import Route, Rules
 from commlib.servers import Servers
 
 

@@ -22,7 +22,8 @@ from commlib.gauge import Gauge
 from commlib.hierarchy import Hierarchy, share
 from commlib.memory import MemoryStore
 from commlib.plain import PlainBucket, PlainBuckets
-from commlib.route import Plan, Route
+from commlib.plan_file import Plan
+from commlib.route import Route
 from commlib.stats import Meter
 from commlib.steps import Steps
 from commlib.world import World

@@ -15,8 +15,9 @@ from commlib.checkpoint import StateDict
 from commlib.collector import Collector
 from commlib.errors import CheckpointMismatch, PeerLost, unknown
 from commlib.hook import HookState
+from commlib.plan_file import Plan
 from commlib.policy import Exact, Policy
-from commlib.route import Plan, Rules
+from commlib.route import Rules
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as Plain

@@ -14,8 +14,9 @@ from commlib.attach import attach as attach_to
 from commlib.collector import Collector
 from commlib.errors import MissingDependency
 from commlib.hook import HookState
+from commlib.plan_file import Plan
 from commlib.policy import Exact, Policy
-from commlib.route import Plan, Rules
+from commlib.route import Rules
 
 try:
     from transformers import Trainer, TrainerCallback

@@ -1,15 +1,12 @@
-"""How a gradient travels. Each exchange is a module with the functions of :class:`Exchange`."""
+"""How a gradient travels. Each exchange is a module with the functions of :class:`~commlib.exchange.base.Exchange`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Protocol, cast
+from typing import cast
 
-from torch import Tensor
-
-from commlib.collective import Rounds
-from commlib.compressor import Compressor, LayerSpec
+from commlib.compressor import Compressor
 from commlib.exchange import (
     blocks,
     dense,
@@ -23,7 +20,6 @@ from commlib.exchange import (
     sparse,
 )
 from commlib.exchange.base import Carrier, Exchange
-from commlib.exchange.item import Item, Stripe
 from commlib.factors.sending import Sending
 from commlib.world import World
 

@@ -40,3 +40,19 @@ class Exchange(Carrier, Protocol):
             world: this rank, and how many there are.
             buffer: the flat bucket, if the items are all of it.
         """
+
+
+class Routed(Protocol):
+    """How a layer travels: what this floor asks of a :class:`commlib.Route`."""
+
+    @property
+    def exchange(self) -> str:
+        """Name of the exchange."""
+
+    @property
+    def codec(self) -> Compressor:
+        """The codec whose payloads it carries."""
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether the rows that a gradient is made of travel, and not the gradient."""

@@ -19,13 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commlib.compressor import Compressor, Seeds
 from commlib.exchange import BY_ROWS
+from commlib.exchange.base import Routed
 from commlib.factors.kept import has_gradient
 from commlib.factors.order import Order
 from commlib.factors.tap import Tap
 from commlib.factors.trip import Habit, Trip
 from commlib.forward import before_forward
 from commlib.model import linear_layers
-from commlib.route import Route
 from commlib.world import World
 
 
@@ -59,7 +59,7 @@ class FactorLayers:
         world: World,
         on: weakref.WeakMethod[Callable[[], bool]],
         seeds: weakref.WeakMethod[Callable[[str], Seeds]],
-        routes: Mapping[str, Route],
+        routes: Mapping[str, Routed],
     ) -> None:
         self._ddp, self._modules, self._world, self._on, self._seeds = weakref.ref(ddp), modules, world, on, seeds
         self._habits = {name: Habit() for name in modules}
@@ -83,7 +83,7 @@ class FactorLayers:
         world: World,
         on: weakref.WeakMethod[Callable[[], bool]],
         seeds: weakref.WeakMethod[Callable[[str], Seeds]],
-        routes: Mapping[str, Route],
+        routes: Mapping[str, Routed],
         *,
         watched: bool,
     ) -> FactorLayers | None:
@@ -101,7 +101,7 @@ class FactorLayers:
         modules = {n: m for n, m in linear_layers(module.module).items() if n in names}
         return cls(module, modules, world, on, seeds, routes)
 
-    def activate(self, routes: Mapping[str, Route], rows: Mapping[str, int] | None = None) -> None:
+    def activate(self, routes: Mapping[str, Routed], rows: Mapping[str, int] | None = None) -> None:
         """From the next step on, these layers exchange factors, in this order; alike on every rank.
 
         Only between an exchange and the next forward pass.

@@ -11,10 +11,11 @@ from commlib.compressor import Compressor, LayerSpec
 from commlib.exchange import reduce_scatter
 from commlib.exchange.item import Stripe
 from commlib.hierarchy import Hierarchy, refuse
+from commlib.plan_file import Plan, PlannedLayer
 from commlib.planning import make_plan
 from commlib.policy import Exact, Policy, policy_of
 from commlib.registry import make, make_plain
-from commlib.route import Plan, PlannedLayer, Route, Rule, Rules
+from commlib.route import Route, Rule, Rules
 from commlib.world import World
 
 TO_OWNERS = "reduce_scatter"

@@ -17,7 +17,8 @@ from commlib.fsdp.units import Unit
 from commlib.gauge import Gauge
 from commlib.hierarchy import share
 from commlib.memory import MemoryStore
-from commlib.route import Plan, Route
+from commlib.plan_file import Plan
+from commlib.route import Route
 from commlib.stats import Meter
 from commlib.steps import Steps
 from commlib.world import World

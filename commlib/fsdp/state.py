@@ -18,8 +18,9 @@ from commlib.fsdp.units import units_of
 from commlib.handshake import agree, meeting_place, publish_failure
 from commlib.log import Log, Loggable
 from commlib.loss_scale import LossScale
+from commlib.plan_file import Plan
 from commlib.policy import Exact, Policy
-from commlib.route import Plan, Rules
+from commlib.route import Rules
 from commlib.stats import Stats
 from commlib.warm import warm
 from commlib.world import World

@@ -32,7 +32,7 @@ from commlib.handshake import answer_roll_call, roll_call
 from commlib.lanes import Siblings, lay, make_sequencer, scopes
 from commlib.loss_scale import LossScale
 from commlib.memory import MemoryStore
-from commlib.route import Plan
+from commlib.plan_file import Plan
 from commlib.stats import Meter
 from commlib.steps import Steps
 from commlib.world import World

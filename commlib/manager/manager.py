@@ -12,12 +12,13 @@ import dataclasses
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from commlib.errors import CommlibError
 from commlib.factors.layers import FactorLayers
+from commlib.layer import LayerSpec
 from commlib.manager.board import Board
 from commlib.manager.codecs import Cost, measure
 from commlib.manager.decision import Decision
@@ -25,8 +26,8 @@ from commlib.manager.model import Model
 from commlib.manager.pilot import Pilot
 from commlib.manager.probe import Probe, measure_product
 from commlib.manager.sheet import Figures, Sheet, slowest
-from commlib.route import Plan, Route, resolve
-from commlib.setup import Setup
+from commlib.plan_file import Plan
+from commlib.route import Route, resolve
 from commlib.stats import Meter
 from commlib.trace import NONE, Trace
 from commlib.world import World
@@ -34,11 +35,31 @@ from commlib.world import World
 log = logging.getLogger("commlib")
 
 
+class Options(Protocol):
+    """What a manager has to choose among: as much of what attaching worked out as is asked of it here."""
+
+    @property
+    def specs(self) -> Sequence[LayerSpec]:
+        """Of all trained parameters."""
+
+    @property
+    def device(self) -> torch.device:
+        """Their device."""
+
+    @property
+    def choice(self) -> Mapping[str, Plan]:
+        """Route → the plan in which everything goes by it that can."""
+
+    @property
+    def policy(self) -> str:
+        """The policy in words."""
+
+
 class Manager:
     """Chooses routes for the layers that have several.
 
     Args:
-        setup: the parameters, and the routes to choose among.
+        options: the parameters, and the routes to choose among.
         factors: taps on the linear layers whose rows can be sent; it makes none of them active until it has decided.
         board: for its reviews.
         probe: of the link, on process groups that carry nothing else while no exchange is under way.
@@ -49,7 +70,7 @@ class Manager:
 
     def __init__(
         self,
-        setup: Setup,
+        options: Options,
         factors: FactorLayers,
         board: Board,
         probe: Probe,
@@ -59,11 +80,11 @@ class Manager:
     ) -> None:
         self._factors, self._board, self._probe, self._world = factors, board, probe, world
         self._meters, self._note = meters, note
-        self._choice, self._policy, self._device = setup.choice, setup.policy, setup.device
-        self._routes = {name: resolve(name, world.size) for name in setup.choice}
-        compressed = {name: plan for name, plan in setup.choice.items() if not self._routes[name].codec.lossless}
-        self._model = Model(setup.specs, factors.names, compressed, setup.choice.get("push_pull"))
-        self._dtypes = {s.layer: s.dtype for s in setup.specs}
+        self._choice, self._policy, self._device = options.choice, options.policy, options.device
+        self._routes = {name: resolve(name, world.size) for name in options.choice}
+        compressed = {name: plan for name, plan in options.choice.items() if not self._routes[name].codec.lossless}
+        self._model = Model(options.specs, factors.names, compressed, options.choice.get("push_pull"))
+        self._dtypes = {s.layer: s.dtype for s in options.specs}
         self._codecs: dict[str, Cost] = {}
         self._pilot = Pilot(self._model)
         self._sheet = Sheet()

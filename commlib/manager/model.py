@@ -16,8 +16,9 @@ from commlib.link import Link
 from commlib.manager.codecs import Cost
 from commlib.manager.sheet import Figures
 from commlib.overlap import Bucket, Pass, finish
+from commlib.plan_file import Plan
 from commlib.price import Way, compressed, dense, factors, owners, owners_sent, push_pull
-from commlib.route import Plan, Route
+from commlib.route import Route
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,8 @@ from commlib.consistency import Threshold
 from commlib.errors import ProtocolError
 from commlib.finite import finite
 from commlib.ledger import Ledger
+from commlib.server.chunks import Chunk
+from commlib.server.job import Job
 from commlib.server.messages import Applied
 from commlib.server.replace import Replace
 
@@ -252,3 +254,23 @@ class Cell:
             part.view(s)
             for part, s in zip(row.split_with_sizes([s.numel() for s in self._shapes]), self._shapes, strict=True)
         ]
+
+
+def make_cell(job: Job, chunk: Chunk, workers: Mapping[int, int]) -> Cell:
+    """Make the state of one of a job's chunks, of zeros: what it starts with is yet to be said.
+
+    Args:
+        job: whose.
+        chunk: which.
+        workers: as :class:`Cell` has them.
+    """
+    recipe = job.recipes[job.chosen[chunk.pieces[0].name]]
+    cut_up = recipe.by_element and len(chunk.pieces) == 1
+    shapes = [(chunk.numel,)] if cut_up else [job.parameters[name][0] for name in chunk.names]
+    values, rule = torch.zeros(chunk.numel, dtype=chunk.dtype), job.rule
+
+    def takes(worker: int) -> bool:
+        return chunk.group in (None, rule.server_group(worker))
+
+    made, s = recipe.make, rule.threshold()
+    return Cell(values, made, workers, s, mean=job.mean, shapes=shapes, group=rule.group, takes=takes)

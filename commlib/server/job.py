@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from commlib.consistency import Consistency, make
 from commlib.errors import CommlibError, PlanMismatch
 from commlib.layer import LayerSpec
-from commlib.server.cell import Cell
 from commlib.server.chunks import NBYTES, Chunk, cut
 from commlib.server.coding import Coding, way, way_of_values
 from commlib.server.recipe import Recipe
@@ -106,19 +105,6 @@ class Job:
     def urgency(self) -> dict[str, int]:
         """Of keys, in the order in which the model has their parameters; none without priority."""
         return {key: i for i, key in enumerate(self.chunks)} if self.priority else {}
-
-    def cell(self, chunk: Chunk, workers: Mapping[int, int]) -> Cell:
-        """One of zeros; what it starts with is yet to be said."""
-        recipe = self.recipes[self.chosen[chunk.pieces[0].name]]
-        cut_up = recipe.by_element and len(chunk.pieces) == 1
-        shapes = [(chunk.numel,)] if cut_up else [self.parameters[name][0] for name in chunk.names]
-        values, rule = torch.zeros(chunk.numel, dtype=chunk.dtype), self.rule
-
-        def takes(worker: int) -> bool:
-            return chunk.group in (None, rule.server_group(worker))
-
-        made, s = recipe.make, rule.threshold()
-        return Cell(values, made, workers, s, mean=self.mean, shapes=shapes, group=rule.group, takes=takes)
 
     @property
     def coding(self) -> Coding:

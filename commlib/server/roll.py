@@ -19,6 +19,8 @@ time, one is dropped. Whoever reads a word of the store reads what somebody wrot
 from __future__ import annotations
 
 import dataclasses
+import os
+import socket
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -230,3 +232,8 @@ class Roll:
                 raise PeerLost(f"{else_}, for {timeout:g} s")
             time.sleep(_LOOK_S)
         return bytes(self._store.get(key))
+
+
+def place() -> str:
+    """Host and process, for people."""
+    return f"{socket.gethostname()} pid {os.getpid()}"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -16,12 +14,12 @@ from commlib.doors import WINDOW, door
 from commlib.endpoint import Endpoint
 from commlib.errors import CommlibError
 from commlib.server import meeting
-from commlib.server.cell import Cell
+from commlib.server.cell import Cell, make_cell
 from commlib.server.grouped import GroupedShard
 from commlib.server.job import Job
 from commlib.server.keeper import Snapshots
 from commlib.server.member import Membership
-from commlib.server.roll import LEFT, PLACED, SHARD, Epoch, Member, Roll
+from commlib.server.roll import LEFT, PLACED, SHARD, Epoch, Member, Roll, place
 from commlib.server.saver import Saver
 from commlib.server.shard import Shard
 from commlib.server.shard_node import ShardNode
@@ -100,7 +98,7 @@ def _serve_job(
     chunks, coding = job.chunks, job.coding
 
     def cell(key: str) -> Cell:
-        made = job.cell(chunks[key], epoch.view.workers)
+        made = make_cell(job, chunks[key], epoch.view.workers)
         if states is not None:
             made.resume(states[key])
         return made
@@ -181,8 +179,3 @@ def _leave(over: list[str], member: Membership, timeout: float) -> None:
         time.sleep(_LOOK_S)
     if not over:
         _log.warning("nobody took what this shard has for %g s; it ends all the same", timeout)
-
-
-def place() -> str:
-    """Host and process, for people."""
-    return f"{socket.gethostname()} pid {os.getpid()}"

@@ -18,8 +18,7 @@ from commlib.server.client_node import ClientNode
 from commlib.server.council import Seen, begin
 from commlib.server.job import Job
 from commlib.server.member import Membership
-from commlib.server.roll import LEFT, SHARD, WORKER, Epoch, Report, Roll
-from commlib.server.serve import place
+from commlib.server.roll import LEFT, SHARD, WORKER, Epoch, Report, Roll, place
 
 _log = logging.getLogger("commlib")
 _LOOK_S = 0.02

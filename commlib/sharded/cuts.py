@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from commlib.compressor import Compressor, LayerSpec
 from commlib.exchange.arena import Packing
 from commlib.exchange.scatter_gather import stripes
+from commlib.plan_file import Plan, PlannedLayer
 from commlib.planning import make_plan
 from commlib.policy import policy_of
-from commlib.route import Plan, PlannedLayer, Route, Rule, Rules
+from commlib.route import Route, Rule, Rules
 
 NBYTES = 25 << 20
 """Of gradients that leave together, about: as DDP's buckets."""

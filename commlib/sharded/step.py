@@ -18,7 +18,8 @@ from commlib.finite import finite
 from commlib.groups import begin_alike, group_of
 from commlib.handshake import agree, meeting_place, publish_failure, share
 from commlib.model import layer_specs, one_device, refuse_sparse, trained_parameters
-from commlib.route import Plan, Rules
+from commlib.plan_file import Plan
+from commlib.route import Rules
 from commlib.server.guard import Guard
 from commlib.server.recipe import by_group
 from commlib.sharded import checkpoint, verdict

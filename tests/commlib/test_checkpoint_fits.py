@@ -10,8 +10,8 @@ from commlib.checkpoint import StateDict, from_state, to_state
 from commlib.compressor import LayerSpec, Slot
 from commlib.errors import CheckpointMismatch
 from commlib.memory import MemoryStore
+from commlib.plan_file import Plan
 from commlib.planning import make_plan
-from commlib.route import Plan
 from commlib.world import World
 
 SPECS = [LayerSpec("a.weight", (5, 8)), LayerSpec("b.weight", (6, 8))]

@@ -23,7 +23,7 @@ from commlib.filter import GROUP, Chain, chain, filters, make_filter
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
     """The entry points that will be found, to be filled."""
     points: list[EntryPoint] = []
-    monkeypatch.setattr(registry, "entry_points", lambda group: [p for p in points if p.group == group])
+    monkeypatch.setattr("commlib.spec.entry_points", lambda group: [p for p in points if p.group == group])
     filters.cache_clear()
     yield points
     filters.cache_clear()

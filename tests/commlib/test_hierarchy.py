@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from commlib.compressor import LayerSpec
 from commlib.hierarchy import Hierarchy, Place, of_mesh, of_places, refuse, share
+from commlib.plan_file import Plan, PlannedLayer
 from commlib.registry import make
-from commlib.route import Plan, PlannedLayer, Route, resolve
+from commlib.route import Route, resolve
 from commlib.world import World
 
 TORCHRUN = {"GROUP_RANK": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}

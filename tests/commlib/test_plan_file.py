@@ -22,9 +22,9 @@ from commlib import registry
 from commlib.compressor import Kind, LayerSpec
 from commlib.compressors.none import Identity
 from commlib.model import layer_specs
-from commlib.plan_file import diff, from_text, load, pin, save, to_text
+from commlib.plan_file import Plan, PlannedLayer, diff, from_text, load, pin, save, to_text
 from commlib.planning import make_plan
-from commlib.route import Plan, PlannedLayer, Route, Rules, resolve
+from commlib.route import Route, Rules, resolve
 from toy import PAIRS
 
 SMALL_DGC = "heavyball:momentum=0.5,nesterov=on,clip=0.25@dense"  # a layer under dgc that stays dense

@@ -22,7 +22,7 @@ from commlib.feedback import ErrorFeedback
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
     """The entry points the registry will find, to be filled."""
     points: list[EntryPoint] = []
-    monkeypatch.setattr(registry, "entry_points", lambda group: [p for p in points if p.group == group])
+    monkeypatch.setattr("commlib.spec.entry_points", lambda group: [p for p in points if p.group == group])
     registry.compressors.cache_clear()
     yield points
     registry.compressors.cache_clear()

@@ -8,9 +8,10 @@ import pytest
 
 from commlib.compressor import LayerSpec
 from commlib.fsdp.plan import Replicas, codecs_of, plan_of
+from commlib.plan_file import Plan
 from commlib.policy import Exact
 from commlib.registry import make
-from commlib.route import Plan, Route
+from commlib.route import Route
 from commlib.world import World
 
 SPECS = [LayerSpec("a.weight", (64, 32)), LayerSpec("a.bias", (64,)), LayerSpec("b.weight", (10, 64))]

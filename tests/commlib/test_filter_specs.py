@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib import registry
 from commlib.compressors.fixed_float import FixedFloat
 from commlib.compressors.key_cache import KeyCache
 from commlib.compressors.lossless import Lossless

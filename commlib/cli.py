@@ -12,13 +12,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import EntryPoint, entry_points, version
+from importlib.metadata import EntryPoint, version
 from typing import Annotated, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from commlib.errors import CommlibError, MissingDependency, unknown
+from commlib.spec import installed
 
 GROUP = "commlib.commands"
 DISTRIBUTION = "torch-commlib"
@@ -52,13 +53,7 @@ def commands() -> Mapping[str, EntryPoint]:
     Raises:
         ValueError: if two distributions offer different commands under one name.
     """
-    found: dict[str, EntryPoint] = {}
-    for ep in entry_points(group=GROUP):
-        other = found.setdefault(ep.name, ep)
-        if other.value != ep.value:
-            raise ValueError(
-                f"two installed commands are called {ep.name!r}: {other.value} and {ep.value}; uninstall one of them"
-            )
+    found = installed(GROUP, "commands")
     first = [n for n in _FIRST if n in found]
     return {n: found[n] for n in [*first, *sorted(found.keys() - set(first))]}
 

@@ -25,17 +25,17 @@ _STEP, _FOUND, _PROBLEM = "step", "found", "problem"  # what ranks tell each oth
 
 
 class Stateful(Protocol):
-    """What has a state on each rank: as much of a :class:`commlib.HookState` as is asked of one here."""
+    """An attached model's state on this rank: the part of :class:`commlib.HookState` that a :class:`Collector` uses."""
 
     @property
     def world(self) -> World:
         """This rank, and how many there are."""
 
     def state_dict(self) -> StateDict:
-        """This rank's."""
+        """Return this rank's state."""
 
     def load_state_dict(self, state: StateDict, *, drop_residuals: bool = False) -> None:
-        """Go on from it."""
+        """Go on from a state, this rank's or a merged one."""
 
 
 class Collector:

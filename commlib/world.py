@@ -1,4 +1,4 @@
-"""Which rank of how many."""
+"""A rank's place among the ranks of a process group."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """Which rank of how many."""
+    """This rank's number, from 0, and how many ranks its process group has.
+
+    Args:
+        rank: from 0 to ``size`` − 1.
+        size: the number of ranks.
+    """
 
     rank: int
     size: int

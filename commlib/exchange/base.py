@@ -1,4 +1,4 @@
-"""What every exchange has: the contract."""
+"""The contract of an exchange, and what an exchange asks of a route."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Exchange(Carrier, Protocol):
 
 
 class Routed(Protocol):
-    """How a layer travels: what this floor asks of a :class:`commlib.Route`."""
+    """A layer's route: the part of :class:`commlib.Route` that exchanges use."""
 
     @property
     def exchange(self) -> str:

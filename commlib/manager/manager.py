@@ -36,15 +36,15 @@ log = logging.getLogger("commlib")
 
 
 class Options(Protocol):
-    """What a manager has to choose among: as much of what attaching worked out as is asked of it here."""
+    """The routes that a manager chooses among, and for which parameters: the part of ``Setup`` that it uses."""
 
     @property
     def specs(self) -> Sequence[LayerSpec]:
-        """Of all trained parameters."""
+        """Specs of all trained parameters."""
 
     @property
     def device(self) -> torch.device:
-        """Their device."""
+        """Device of the parameters."""
 
     @property
     def choice(self) -> Mapping[str, Plan]:

@@ -34,16 +34,16 @@ test-all: $(READY)  ## all tests there are, half an hour; hypothesis searches an
 	$(PYTEST) --hypothesis-profile=fresh $(ARGS)
 
 test-steady: $(READY)  ## the fast tier ten times while other processes want the cores: is a test ever red by chance?
-	$(BIN)/python tests/steady.py --workers $(WORKERS) $(ARGS)
+	$(BIN)/python -m tests.support.steady --workers $(WORKERS) $(ARGS)
 
 test-mutants: $(READY)  ## put faults into the core one by one, and see that the fast tier finds each; ARGS="FILE …"
-	$(BIN)/python tests/mutants.py $(ARGS)
+	$(BIN)/python -m tests.support.mutants $(ARGS)
 
 chaos: $(READY)  ## 100 trainings whose processes are killed at random moments; ARGS="--runs N --seed S"
 	$(BIN)/python -m commlib.bench.chaos --runs 100 $(ARGS)
 
 fuzz: $(READY)  ## a million damaged messages against the wire format; ARGS="--messages N --seed S"
-	PYTHONPATH=tests $(BIN)/python tests/fuzz.py $(ARGS)
+	$(BIN)/python -m tests.support.fuzz $(ARGS)
 
 lint: $(READY) types  ## ruff check, ruff format --check, mypy --strict
 	$(BIN)/ruff check .
@@ -70,7 +70,8 @@ bench: $(READY)  ## measure link, codecs, exchanges and training on emulated hos
 # from the sources: whatever they import is the wheel's or is not there. Every module is imported; then the fast tests
 # run of all that is read at run time (entry points, commands, pages) or meets a user, with few examples of each
 # property: what is right is for `make test` to say, what is missing for this.
-WHEEL_TESTS := $(patsubst %,tests/commlib/test_%.py,cli exports registry third_party) tests/bench/page/test_page_report.py tests/bench/plan/test_plan_command.py
+WHEEL_TESTS := tests/commlib/test_exports.py tests/commlib/cli/test_main.py tests/commlib/codecs/test_registry.py \
+	tests/integration/test_third_party.py tests/bench/report/test_report_page.py tests/bench/plan/test_plan_command.py
 
 wheel-test: $(READY)  ## build the wheel, and run fast tests against it, away from the checkout
 	@rm -rf $(WHEEL) build/lib && mkdir -p $(WHEEL)
@@ -103,14 +104,14 @@ $(SPARK)/.ready: $(READY)
 	@$(SPARK)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[spark]'
 	@touch $@
 
-# The oldest torch that pyproject.toml promises. What it has is written down, for tests/test_torch_names.py; then a fast part of the suite runs.
-# Left out: kernels for GPUs, for its Triton is refused by name (docs/gpu.md), and test_arena.py, which counts what the pinned torch allocates.
-TORCH27_TESTS := $(patsubst %,tests/commlib/%,exchange server test_replicas.py test_checkpoint.py test_non_finite.py test_live.py \
-	test_peer_lost.py test_parameter_server.py) tests/compressors \
-	$(patsubst %,--ignore=tests/%,compressors/kernels/test_gpu_compile.py compressors/kernels/test_triton_gpu.py commlib/exchange/test_arena.py)
+# The oldest torch that pyproject.toml promises. What it has is written down, for tests/repository/test_torch_names.py; then a fast part of the suite runs.
+# Left out: kernels for GPUs, for its Triton is refused by name (docs/gpu.md), and test_buffers.py, which counts what the pinned torch allocates.
+TORCH27_TESTS := $(patsubst %,tests/commlib/%,checkpoint/test_state_dict.py ddp/test_live.py exchange server) \
+	$(patsubst %,tests/integration/test_%.py,non_finite peer_lost replicas) tests/compressors \
+	$(patsubst %,--ignore=tests/%,compressors/kernels/gpu commlib/exchange/test_buffers.py)
 
-test-torch27: $(TORCH27)/.ready  ## a fast part of the tests under torch 2.7.1; writes tests/torch_2.7.txt anew
-	$(TORCH27)/bin/python tests/torch_names.py
+test-torch27: $(TORCH27)/.ready  ## a fast part of the tests under torch 2.7.1; writes tests/repository/torch_2.7.txt anew
+	$(TORCH27)/bin/python -m tests.support.torch_names
 	$(TORCH27)/bin/python -m pytest -n $(WORKERS) --dist worksteal --hypothesis-profile=few $(TORCH27_TESTS) $(ARGS)
 
 # Without constraints.txt, which pins another torch.
@@ -129,7 +130,6 @@ clean:  ## remove what was built, and the caches; .venv stays
 types:
 	@rm -rf build/typed && mkdir -p build/typed/commlib
 	@cd build/typed/commlib && ln -s ../../../commlib/* ../../../compressors ../../../transports ../../../bench .
-	@ln -s ../../tests/cluster.py ../../tests/dists.py ../../tests/driver.py ../../tests/fleet.py ../../tests/frames.py ../../tests/leaks.py ../../tests/loops.py ../../tests/manual.py ../../tests/shards.py ../../tests/steady.py ../../tests/strategies.py ../../tests/tiers.py ../../tests/torch_names.py ../../tests/toy.py ../../tests/traces.py ../../tests/turns.py ../../tests/warm.py ../../tests/wires.py build/typed
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from commlib.errors import unknown
-from commlib.pace import RateLimit
+from commlib.exchange.rate_limit import RateLimit
 
 _BACKENDS = ("gloo", "nccl", "zmq")
 _WHICH = "gloo, zmq, or nccl with a GPU for each rank."

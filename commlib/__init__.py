@@ -6,32 +6,32 @@ One line on a DDP training loop::
     comm = commlib.attach(ddp, "onebit")
 """
 
-from commlib import backends
 from commlib.__version__ import __version__ as __version__
-from commlib.attach import attach
-from commlib.checkpoint import merge_state_dicts
-from commlib.compressor import Compressor, LayerSpec, Memory, Slot
-from commlib.consistency import ASP, BSP, DTSSP, SSP, WSP, Consistency, Downpour
-from commlib.dcp import read_state
-from commlib.drift import check_replicas
+from commlib._attach import attach
+from commlib.checkpoint.dcp import read_state
+from commlib.checkpoint.state_dict import merge_state_dicts
+from commlib.codecs.base import Compressor, LayerSpec, Memory, Slot
+from commlib.codecs.error_feedback import ErrorFeedback
+from commlib.codecs.registry import make
+from commlib.codecs.stepwise import LowRank
+from commlib.ddp.state import HookState, hook
 from commlib.errors import CheckpointMismatch, CommlibError, MissingDependency, PeerLost, PlanMismatch, ReplicasDiverged
-from commlib.feedback import ErrorFeedback
-from commlib.hook import HookState, hook
-from commlib.local.elastic import ElasticAveraging
-from commlib.local.steps import LocalSteps
-from commlib.pace import RateLimit
-from commlib.parameter_server import ParameterServer
+from commlib.exchange.rate_limit import RateLimit
+from commlib.groups import backends
+from commlib.local_sgd.elastic import ElasticAveraging
+from commlib.local_sgd.local_steps import LocalSteps
+from commlib.monitoring.replica_check import check_replicas
 from commlib.pipeline.hetpipe import HetPipe
 from commlib.placement.place import place
-from commlib.plan_file import Plan
-from commlib.policy import Exact, Lossy
-from commlib.registry import make
-from commlib.route import Route
-from commlib.servers import Servers
-from commlib.sharded.step import ShardedStep
-from commlib.stats import LayerStats, Stats
-from commlib.stepwise import LowRank
-from commlib.topology.topology import Topology
+from commlib.planning.plan import Plan
+from commlib.planning.policy import Exact, Lossy
+from commlib.planning.route import Route
+from commlib.server.job.consistency import ASP, BSP, DTSSP, SSP, WSP, Consistency, Downpour
+from commlib.server.job.worker_groups import Topology
+from commlib.server.worker.parameter_server import ParameterServer
+from commlib.server.worker.servers import Servers
+from commlib.telemetry.stats import LayerStats, Stats
+from commlib.zero.step import ShardedStep
 
 backends.register()
 

@@ -13,9 +13,9 @@
             ├── ReplicasDiverged       ranks hold other values of a parameter than others
             ├── CheckpointMismatch     a checkpoint that does not fit this model or set-up
             ├── MissingDependency      an optional package is needed; the message says what to install
-            ├── LogFailed              a log that cannot be begun (commlib.log_targets)
-            ├── SnapshotFailed         a snapshot that cannot be written, or read (commlib.server.snapshot)
-            └── TraceFailed            a trace that cannot be written, or merged (commlib.trace)
+            ├── LogFailed              a log that cannot be begun (commlib.monitoring.log_writers)
+            ├── SnapshotFailed         a snapshot that cannot be written, or read (commlib.server.storage.snapshot)
+            └── TraceFailed            a trace that cannot be written, or merged (commlib.telemetry.trace)
 
 A message names what was wrong, what is known, and what to do.
 """

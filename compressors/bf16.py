@@ -6,8 +6,8 @@ import dataclasses
 
 import torch
 
-from commlib.compressor import LayerSpec
-from commlib.compressors.cast import Cast
+from commlib.codecs.base import LayerSpec
+from commlib.compressors.base.cast import Cast
 
 
 @dataclasses.dataclass(frozen=True)

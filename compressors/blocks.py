@@ -7,11 +7,11 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from commlib.blocks import clear, magnitudes, poison, spread, take
-from commlib.compressor import LayerSpec, Memory, Slot, store
-from commlib.compressors.sparse import check_ratio, kept
-from commlib.scratch import scratch
-from commlib.stepwise import Blockwise
+from commlib.codecs.base import LayerSpec, Memory, Slot, store
+from commlib.codecs.cooperative import clear, magnitudes, poison, spread, take
+from commlib.codecs.stepwise import Blockwise
+from commlib.compressors.base.sparse import check_ratio, kept
+from commlib.runtime.scratch import scratch
 
 _ORDERS = ("magnitude", "fifo", "random")
 

@@ -8,10 +8,10 @@ import math
 import torch
 from torch import Tensor
 
-from commlib.compressor import Compressor, LayerSpec, Memory, store
-from commlib.compressors.kernels.bits import elias_fano_nbytes
-from commlib.compressors.kernels.choice import kernels
-from commlib.compressors.kernels.places import largest_of_each
+from commlib.codecs.base import Compressor, LayerSpec, Memory, store
+from commlib.compressors.kernels.dispatch import kernels
+from commlib.compressors.kernels.reference.bitpack import elias_fano_nbytes
+from commlib.compressors.kernels.reference.topk import largest_of_each
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,10 +6,10 @@ import dataclasses
 
 from torch import Tensor
 
-from commlib.compressor import Carry, Compressor, LayerSpec, Memory, Slot
+from commlib.codecs.base import Carry, Compressor, LayerSpec, Memory, Slot
+from commlib.compressors.base.sparse import Sparse, kept
 from commlib.compressors.heavyball import HeavyBall, check_momentum, clipped
-from commlib.compressors.kernels.choice import kernels
-from commlib.compressors.sparse import Sparse, kept
+from commlib.compressors.kernels.dispatch import kernels
 
 _STAGES = 4  # of the warm-up
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from commlib.compressors.cast import Cast
+from commlib.compressors.base.cast import Cast
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from commlib.compressor import LayerSpec, Memory, Slot
+from commlib.codecs.base import LayerSpec, Memory, Slot
 from commlib.compressors.none import Identity
 
 

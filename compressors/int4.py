@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from commlib.compressors.blockwise import Blockwise
+from commlib.compressors.base.blockwise import Blockwise
 
 
 @dataclasses.dataclass(frozen=True)

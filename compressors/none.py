@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from commlib.compressor import Compressor, LayerSpec, Memory, store
+from commlib.codecs.base import Compressor, LayerSpec, Memory, store
 
 
 @dataclasses.dataclass(frozen=True)

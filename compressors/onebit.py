@@ -6,9 +6,9 @@ import dataclasses
 
 from torch import Tensor
 
-from commlib.compressor import Carry, LayerSpec
-from commlib.compressors.fused import Fused
-from commlib.compressors.kernels.choice import kernels
+from commlib.codecs.base import Carry, LayerSpec
+from commlib.compressors.base.fused import Fused
+from commlib.compressors.kernels.dispatch import kernels
 
 _MIN_COLUMN = 256  # values: below that two float32 means cost more than a quarter of the bits
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from commlib.compressor import LayerSpec, Memory, Slot
-from commlib.compressors.kernels.choice import kernels
-from commlib.compressors.kernels.random import hash32
-from commlib.compressors.kernels.reference import power_of_two
-from commlib.stepwise import LowRank
-from commlib.thin import thin_product
+from commlib.codecs.base import LayerSpec, Memory, Slot
+from commlib.codecs.stepwise import LowRank
+from commlib.codecs.thin import thin_product
+from commlib.compressors.kernels.dispatch import kernels
+from commlib.compressors.kernels.reference.codecs import power_of_two
+from commlib.compressors.kernels.reference.random import hash32
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,9 +6,9 @@ import dataclasses
 
 from torch import Tensor
 
-from commlib.compressor import Carry, LayerSpec
-from commlib.compressors.blockwise import Blockwise
-from commlib.compressors.kernels.choice import kernels
+from commlib.codecs.base import Carry, LayerSpec
+from commlib.compressors.base.blockwise import Blockwise
+from commlib.compressors.kernels.dispatch import kernels
 
 _MOST_LEVELS = 32767  # 16 bits a value
 

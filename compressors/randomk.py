@@ -7,11 +7,11 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from commlib.compressor import Compressor, LayerSpec, Memory
-from commlib.compressors.kernels import choice
-from commlib.compressors.kernels.choice import kernels
-from commlib.compressors.sparse import check_ratio, kept
-from commlib.scratch import scratch
+from commlib.codecs.base import Compressor, LayerSpec, Memory
+from commlib.compressors.base.sparse import check_ratio, kept
+from commlib.compressors.kernels import dispatch
+from commlib.compressors.kernels.dispatch import kernels
+from commlib.runtime.scratch import scratch
 
 _FORMATS = {"fp32": torch.float32, "fp16": torch.float16}
 
@@ -73,7 +73,7 @@ class RandomK(Compressor):
             flat.index_add_(0, places, values.mul_(sizes) if self.scaled else values, alpha=scale)
 
     def kernels(self, like: Tensor) -> str:
-        return choice.kernels(like).name
+        return dispatch.kernels(like).name
 
     def contraction(self, spec: LayerSpec) -> float | None:
         if self.scaled or self.values != "fp32":

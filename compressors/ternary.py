@@ -6,9 +6,9 @@ import dataclasses
 
 from torch import Tensor
 
-from commlib.compressor import Carry, LayerSpec
-from commlib.compressors.fused import Fused, rows_of_blocks
-from commlib.compressors.kernels.choice import kernels
+from commlib.codecs.base import Carry, LayerSpec
+from commlib.compressors.base.fused import Fused, rows_of_blocks
+from commlib.compressors.kernels.dispatch import kernels
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,9 +7,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from commlib.compressor import Carry, Memory
-from commlib.compressors.kernels.places import largest_of_each
-from commlib.compressors.sparse import Sparse, kept
+from commlib.codecs.base import Carry, Memory
+from commlib.compressors.base.sparse import Sparse, kept
+from commlib.compressors.kernels.reference.topk import largest_of_each
 
 
 @dataclasses.dataclass(frozen=True)

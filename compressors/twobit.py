@@ -7,9 +7,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from commlib.compressor import Compressor, LayerSpec, Memory, store
-from commlib.compressors.fused import rows_of_blocks
-from commlib.compressors.kernels.bits import fields_nbytes, pack_fields, unpack_fields
+from commlib.codecs.base import Compressor, LayerSpec, Memory, store
+from commlib.compressors.base.fused import rows_of_blocks
+from commlib.compressors.kernels.reference.bitpack import fields_nbytes, pack_fields, unpack_fields
 
 _LARGEST = torch.finfo(torch.float32).max
 

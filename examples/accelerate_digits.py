@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import commlib.accelerate
+import commlib.integrations.accelerate
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--comm", default="onebit", help="what commlib.attach takes; none: as plain DDP")
@@ -33,7 +33,7 @@ model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReL
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 loader = DataLoader(TensorDataset(x, y), batch_size=32, shuffle=True, drop_last=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-comm = commlib.accelerate.attach(accelerator, model, args.comm)
+comm = commlib.integrations.accelerate.attach(accelerator, model, args.comm)
 if args.resume:
     accelerator.load_state(str(args.folder))
 

@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import commlib.lightning
+import commlib.integrations.lightning
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--comm", default="onebit", help="what commlib.attach takes; none: as plain DDP")
@@ -44,7 +44,7 @@ order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
 (x, test_x), (y, test_y) = x[order].split([1500, 297]), y[order].split([1500, 297])
 
 pl.seed_everything(0, verbose=False)
-strategy = commlib.lightning.DDPStrategy(args.comm)
+strategy = commlib.integrations.lightning.DDPStrategy(args.comm)
 trainer = pl.Trainer(
     accelerator="cpu",
     devices=2,

@@ -17,15 +17,14 @@ import pytest
 import torch
 from hypothesis import settings
 
-import tiers
-import warm
-from commlib.bench import launch
 from commlib.bench.lab import Lab, unavailable
-from commlib.cli import main
-from fleet import Fleet, nothing
-from leaks import children, listeners, threads
-from tiers import FAST, is_fast, left_out
-from turns import shares
+from commlib.bench.launch import processes
+from commlib.cli.main import main
+from tests.support import forked_ranks, tiers
+from tests.support.exclusive_lock import shares
+from tests.support.leaks import children, listeners, threads
+from tests.support.rank_pool import Fleet, nothing
+from tests.support.tiers import FAST, is_fast, left_out
 
 _PATIENCE = 60.0  # seconds that what a test started may take to go away by itself, on a busy machine
 
@@ -96,19 +95,19 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # PyTorch's modules and thousands of tests need no looking through again and again
     if hasattr(session.config, "workerinput"):
-        warm.begin()  # with all tests to run, some will ask for ranks: by then it has imported PyTorch
+        forked_ranks.begin()  # with all tests to run, some will ask for ranks: by then it has imported PyTorch
 
 
 @pytest.fixture(autouse=True)
 def warm_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks of ``run_ranks`` are forked (tests/warm.py), but where to start them is the subject."""
+    """The ranks of ``run_ranks`` are forked (tests/support/forked_ranks.py), but where to start them is the subject."""
     if request.node.get_closest_marker("cold") is None:
-        monkeypatch.setattr(launch, "start", warm.start)
+        monkeypatch.setattr(processes, "start", forked_ranks.start)
 
 
 @pytest.fixture(scope="session")
 def fleet() -> Iterator[Fleet]:
-    """Rank processes that live as long as the session (tests/fleet.py)."""
+    """Rank processes that live as long as the session (tests/support/rank_pool.py)."""
     ranks = Fleet()
     ranks.run(4, nothing)  # what is imported by the first job is no test's time
     yield ranks

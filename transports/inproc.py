@@ -9,9 +9,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from commlib.endpoint import Endpoint, Sent
-from commlib.frame import Buffer
-from commlib.peers import Arrival
+from commlib.messaging.endpoint import Endpoint, Sent
+from commlib.messaging.frame import Buffer
+from commlib.messaging.peers import Arrival
 
 _SCHEME = "inproc://"
 _inboxes: dict[str, queue.SimpleQueue[Arrival]] = {}
@@ -32,7 +32,7 @@ class InProc(Endpoint):
     Args:
         rank: this one's.
         name: of its own in this process; one that is free if it is not given.
-        options: of :class:`~commlib.endpoint.Endpoint`.
+        options: of :class:`~commlib.messaging.endpoint.Endpoint`.
 
     Raises:
         ValueError: the name is taken.

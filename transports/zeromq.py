@@ -2,8 +2,9 @@
 
 Each has a socket that takes what comes, of whomever, and one for every peer that it sends to; none is used for both, so
 a thread that sends never waits for one that reads. ZeroMQ connects, and connects again after a cut; what was under way
-in a cut may be lost, which :mod:`commlib.peers` sees by the numbers of the frames. How much is under way
-:mod:`commlib.credit` decides, so the sending queues have no limit of their own, and nothing that is handed over waits.
+in a cut may be lost, which :mod:`commlib.messaging.peers` sees by the numbers of the frames. How much is under way
+:mod:`commlib.messaging.flow_control` decides, so the sending queues have no limit of their own, and nothing that is
+handed over waits.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from typing import Any
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from commlib.endpoint import Endpoint, Sent
 from commlib.errors import AuthenticationError, CommlibError, PeerLost
-from commlib.frame import DEFAULT, Buffer, Limits
-from commlib.keys import KeyPair, check_public
-from commlib.peers import Arrival, Gone
+from commlib.messaging.endpoint import Endpoint, Sent
+from commlib.messaging.frame import DEFAULT, Buffer, Limits
+from commlib.messaging.keys import KeyPair, check_public
+from commlib.messaging.peers import Arrival, Gone
 
-from .watch import Watch
+from .zeromq_monitor import Watch
 
 _log = logging.getLogger("commlib")
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.%\w]+\]|[^\s:/\[\]]+):(\d{1,5})")
@@ -52,7 +53,7 @@ class ZeroMQ(Endpoint):
         hosts: addresses from which connections are taken, and ``10.0.0.0/24`` for many; no other ever gets as far as a
             handshake. This one connects from ``host`` then. Default: all.
         insecure: without keys, and beyond this machine.
-        options: of :class:`~commlib.endpoint.Endpoint`.
+        options: of :class:`~commlib.messaging.endpoint.Endpoint`.
 
     Raises:
         ValueError: an allowed key, or a host's address, that is none.
@@ -77,7 +78,8 @@ class ZeroMQ(Endpoint):
         if keys is None and not insecure and not is_loopback(host):
             raise AuthenticationError(
                 f"rank {rank} would listen at {host}, beyond this machine, without keys: make some "
-                "and allow each other's (commlib.keys), or say insecure=True where every host of the network is yours"
+                "and allow each other's (commlib.messaging.keys), "
+                "or say insecure=True where every host of the network is yours"
             )
         if keys is None and not is_loopback(host):
             _log.warning("rank %d listens at %s with insecure=True: anyone there can read and send frames", rank, host)

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 import commlib
-from commlib.server import meeting
-from commlib.server.serve import serve, warm
+from commlib.server.membership import rendezvous
+from commlib.server.shard.serve import serve, warm
 
 warm()  # in the fork server, so once for all runs
 PLACES, CHUNKS, STEPS = 16, 5, 150
@@ -134,7 +134,7 @@ class Run:
         Raises:
             AssertionError: what must be true is not.
         """
-        store = meeting.keep("127.0.0.1")
+        store = rendezvous.keep("127.0.0.1")
         self._address = f"127.0.0.1:{store.port}"
         try:
             self._size = self._draw.choice([2, 3])

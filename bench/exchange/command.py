@@ -9,19 +9,19 @@ from typing import Annotated
 
 import typer
 
-from commlib.bench.launch import sigterm_raises
+from commlib.bench.launch.processes import sigterm_raises
+from commlib.bench.models.shapes import MODELS, layers
 from commlib.bench.options import Backend, BucketCap, Hosts, Json, PerHost, Ranks, Rate, Save
-from commlib.bench.place import Place, check_peers, place
 from commlib.bench.progress import Bar
-from commlib.bench.record import Record, emit, facts
-from commlib.bench.report import Row, cell, console
-from commlib.bench.shapes import MODELS, layers
+from commlib.bench.results.record import Record, emit, facts
+from commlib.bench.results.table import Row, cell, console
+from commlib.bench.targets import Place, check_peers, place
 
-from .figures import hidden, rows
-from .measure import measure
-from .pairs import DEFAULT, QUICK, Pair, cheapest_first, choose
-from .rank import Doing, Job, Outcome
-from .visit import Setting
+from .combinations import DEFAULT, QUICK, Pair, cheapest_first, choose
+from .results import hidden, rows
+from .runner import measure
+from .trial import Setting
+from .worker import Doing, Job, Outcome
 
 
 def exchange(

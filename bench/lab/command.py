@@ -11,14 +11,14 @@ from typing import Annotated, TextIO
 
 import typer
 
-from commlib.bench.launch import Terminated, sigterm_raises
-from commlib.bench.report import Row, print_rows
+from commlib.bench.launch.processes import Terminated, sigterm_raises
+from commlib.bench.results.table import Row, print_rows
 
-from . import wiring
+from . import network_commands
+from .events import Event, parse_schedule
 from .lab import Counters, Lab
 from .rate import parse_rate
 from .run import run_command
-from .schedule import Event, parse_schedule
 
 
 def lab(
@@ -50,7 +50,10 @@ def lab(
     limit = None if rate is None else parse_rate(rate)
     events = parse_schedule(at or [], hosts)
     with sigterm_raises(), Lab(hosts, limit, ranks_per_host=ranks_per_host) as made:
-        _say(f"{hosts} hosts from {wiring.address(0)} on, links {rate or 'unlimited'}, ranks on each: {ranks_per_host}")
+        _say(
+            f"{hosts} hosts from {network_commands.address(0)} on, links {rate or 'unlimited'}, "
+            f"ranks on each: {ranks_per_host}"
+        )
         began = time.monotonic()
         try:
             statuses = run_command(made, command, events, on_event=_announce)
@@ -68,7 +71,7 @@ def lab(
 
 def _row(host: int, counters: Counters, seconds: float) -> Row:
     return {
-        "host": wiring.name(host),
+        "host": network_commands.name(host),
         "sent_bytes": counters.sent_bytes,
         "received_bytes": counters.received_bytes,
         "sent_mbit_s": counters.sent_bytes * 8e-6 / seconds,

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from . import wiring
-from .keeper import Keeper, LabError
+from . import network_commands
+from .namespaces import Keeper, LabError
 from .rate import HIGHEST, LOWEST
 
 _AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
@@ -54,8 +54,8 @@ class Lab:
     """
 
     def __init__(self, hosts: int, rate: float | None = None, *, ranks_per_host: int = 1) -> None:
-        if not 1 <= hosts <= wiring.MOST_HOSTS:
-            raise ValueError(f"a lab has 1 to {wiring.MOST_HOSTS} hosts, got {hosts}")
+        if not 1 <= hosts <= network_commands.MOST_HOSTS:
+            raise ValueError(f"a lab has 1 to {network_commands.MOST_HOSTS} hosts, got {hosts}")
         if ranks_per_host < 1:
             raise ValueError(f"ranks_per_host must be at least 1, got {ranks_per_host}")
         self.hosts, self.ranks_per_host = hosts, ranks_per_host
@@ -63,12 +63,12 @@ class Lab:
         self._rates: list[float | None] = [None] * hosts
         self._starts = 0
         self._lock = threading.Lock()  # a schedule may change the rate while another thread reads counters
-        self._keeper = Keeper(wiring.names(hosts))
+        self._keeper = Keeper(network_commands.names(hosts))
         try:
-            self._batch("ip", wiring.build(hosts))
-            congestion = wiring.congestion(_AVAILABLE.read_text())
+            self._batch("ip", network_commands.build(hosts))
+            congestion = network_commands.congestion(_AVAILABLE.read_text())
             for h in range(hosts):
-                self._batch("ip", wiring.inside(h, congestion), host=h)
+                self._batch("ip", network_commands.inside(h, congestion), host=h)
             if rate is not None:
                 self.set_rate(rate)
         except BaseException:
@@ -84,9 +84,9 @@ class Lab:
         with self._lock:
             for h in self._each(host):
                 if rate is not None or self._rates[h] is not None:
-                    self._batch("ip", wiring.segments(rate), host=h)
-                    self._batch("tc", wiring.shape(wiring.INTERFACE, rate), host=h)
-                    self._batch("tc", wiring.shape(wiring.port(h), rate))
+                    self._batch("ip", network_commands.segments(rate), host=h)
+                    self._batch("tc", network_commands.shape(network_commands.INTERFACE, rate), host=h)
+                    self._batch("tc", network_commands.shape(network_commands.port(h), rate))
                 self._rates[h] = rate
 
     def rate(self, host: int) -> float | None:
@@ -95,15 +95,15 @@ class Lab:
 
     def cut(self, host: int) -> None:
         """Pull a host's cable: what it sends and what is sent to it is lost until :meth:`heal`."""
-        self._batch("ip", [f"link set {wiring.port(h)} down" for h in self._each(host)])
+        self._batch("ip", [f"link set {network_commands.port(h)} down" for h in self._each(host)])
 
     def heal(self, host: int) -> None:
         """Plug a host's cable in again."""
-        self._batch("ip", [f"link set {wiring.port(h)} up" for h in self._each(host)])
+        self._batch("ip", [f"link set {network_commands.port(h)} up" for h in self._each(host)])
 
     def signal(self, signum: int, host: int | None = None) -> None:
         """Send a signal to every process of a host, or of all; SIGKILL to one host is its power cut."""
-        named = " ".join(f"$(ip netns pids {wiring.name(h)})" for h in self._each(host))
+        named = " ".join(f"$(ip netns pids {network_commands.name(h)})" for h in self._each(host))
         self._run([*self._keeper.enter(), "sh", "-c", f"kill -{int(signum)} {named} 2>/dev/null || :"])
 
     def counters(self) -> list[Counters]:
@@ -112,7 +112,9 @@ class Lab:
         stats = {link["ifname"]: link["stats64"] for link in shown}
         queues = json.loads(self._run([*self._keeper.enter(), "tc", "-json", "-stats", "qdisc", "show"]) or "[]")
         lost = {q["dev"]: int(q.get("drops", 0)) for q in queues if q.get("kind") == "tbf"}
-        return [_counters(stats[wiring.port(h)], lost.get(wiring.port(h), 0)) for h in range(self.hosts)]
+        return [
+            _counters(stats[network_commands.port(h)], lost.get(network_commands.port(h), 0)) for h in range(self.hosts)
+        ]
 
     # -- processes ------------------------------------------------------------------------------
 
@@ -120,8 +122,8 @@ class Lab:
         """The words that, put before a command, run it on a host; it ends with the lab."""
         (h,) = self._each(host)
         # nsenter leaves one in the root folder: env goes back.
-        there = [*self._keeper.enter(), "ip", "netns", "exec", wiring.name(h), "env", "-C", os.getcwd()]
-        return [*there, *wiring.scheduled(h, self.hosts, sorted(os.sched_getaffinity(0)))]
+        there = [*self._keeper.enter(), "ip", "netns", "exec", network_commands.name(h), "env", "-C", os.getcwd()]
+        return [*there, *network_commands.scheduled(h, self.hosts, sorted(os.sched_getaffinity(0)))]
 
     def prefix(self, rank: int) -> list[str]:
         """:meth:`enter` for the host of a rank."""
@@ -130,7 +132,7 @@ class Lab:
     def start(self) -> int:
         """A port on host 0 for the next job's store: no two jobs of a lab share one."""
         self._starts += 1
-        return wiring.PORT + self._starts - 1
+        return network_commands.PORT + self._starts - 1
 
     def environment(self, rank: int, port: int) -> Mapping[str, str]:
         """What torchrun would set for a rank, and the backends' interface; rank 0 holds the store."""
@@ -147,16 +149,16 @@ class Lab:
             "LOCAL_WORLD_SIZE": str(per),
             "GROUP_WORLD_SIZE": str(self.hosts),
             "ROLE_WORLD_SIZE": str(self.world_size),
-            "MASTER_ADDR": wiring.address(0),
+            "MASTER_ADDR": network_commands.address(0),
             "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": "lab",
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "False",
-            "GLOO_SOCKET_IFNAME": wiring.INTERFACE,
-            "NCCL_SOCKET_IFNAME": wiring.INTERFACE,
-            "TP_SOCKET_IFNAME": wiring.INTERFACE,
-            "NCCL_HOSTID": wiring.name(host),  # all hosts have one name: without it NCCL takes them for one
+            "GLOO_SOCKET_IFNAME": network_commands.INTERFACE,
+            "NCCL_SOCKET_IFNAME": network_commands.INTERFACE,
+            "TP_SOCKET_IFNAME": network_commands.INTERFACE,
+            "NCCL_HOSTID": network_commands.name(host),  # all hosts have one name: without it NCCL takes them for one
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cpus // self.world_size))),
         }
 
@@ -178,7 +180,7 @@ class Lab:
 
     def _batch(self, program: str, lines: Sequence[str], *, host: int | None = None) -> None:
         enter = self._keeper.enter() if host is None else self.enter(host)
-        self._run([*enter, program, "-batch", "-"], wiring.batch(lines))
+        self._run([*enter, program, "-batch", "-"], network_commands.batch(lines))
 
     def _run(self, argv: Sequence[str], stdin: str = "") -> str:
         try:

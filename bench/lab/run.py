@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
 
-from commlib.bench.launch import signal_session
+from commlib.bench.launch.processes import signal_session
 
-from .keeper import LabError
+from .events import Event
 from .lab import Lab
-from .schedule import Event
+from .namespaces import LabError
 
 _SETTLE_S = 1.0  # after a first failure, so long may others report theirs
 _KILLED_S = 0.5  # what was on a host when it was told to die has done so by then

@@ -7,20 +7,20 @@ from typing import Annotated
 
 import typer
 
-from commlib.bench.launch import RankFailed, Terminated
+from commlib.bench.launch.processes import RankFailed, Terminated
 from commlib.bench.options import Hosts, Json, PerHost, Plot, Ranks, Rate, Save
-from commlib.bench.place import Place, place
 from commlib.bench.progress import Bar
-from commlib.bench.record import Record, emit, facts, write
-from commlib.bench.report import print_rows
+from commlib.bench.results.record import Record, emit, facts, write
+from commlib.bench.results.table import print_rows
+from commlib.bench.targets import Place, place
 from commlib.errors import CommlibError, PeerLost, unknown
 
-from . import plot as pictures
-from . import rank, table
+from . import plot as plots
+from . import results, worker
 from .backends import choose
-from .ops import OPS
-from .rank import Measured, Progress, Settings
+from .collectives import OPS
 from .sizes import ladder, parse_size, show_size
+from .worker import Measured, Progress, Settings
 
 _SECONDS, _QUICK = 60.0, 5.0
 _MAX, _QUICK_MAX = "256MB", "4MB"
@@ -65,7 +65,7 @@ def link(
     if not 1 <= budget <= 86400:
         raise ValueError(f"--seconds must be from 1 to 86400, got {budget:g}")
     if plot is not None:
-        pictures.check(plot)
+        plots.check(plot)
     with place(ranks, hosts, rate, ranks_per_host) as where:
         if where.world_size < 2:
             raise ValueError("a link has two ends: bench link needs at least 2 ranks (--ranks 2, or --hosts 2)")
@@ -76,17 +76,17 @@ def link(
     if measured is None:
         return  # torchrun's other ranks
     record = make_record(measured, settings, about)
-    for note in table.notes(measured, len(settings.backends) * len(names)):
+    for note in results.notes(measured, len(settings.backends) * len(names)):
         typer.echo(note, err=True)
     if plot is not None:
-        pictures.save(record, plot)
-    title = table.title(record.run)
+        plots.save(record, plot)
+    title = results.title(record.run)
     if as_json or show_all:
         emit(record, title=title, as_json=as_json, save=save)
         return
     if save is not None:
         write(record, save)
-    print_rows(table.summary(record), title=title)
+    print_rows(results.summary(record), title=title)
 
 
 def make_record(measured: Measured, settings: Settings, about: dict[str, object]) -> Record:
@@ -100,7 +100,7 @@ def make_record(measured: Measured, settings: Settings, about: dict[str, object]
         seconds=settings.seconds,
         left_out={f"{b} {op}": list(sizes) for (b, op), sizes in measured.left_out.items()},
     )
-    return Record("link", run, table.rows(measured, int(str(about["ranks"]))))
+    return Record("link", run, results.rows(measured, int(str(about["ranks"]))))
 
 
 def _run(where: Place, settings: Settings) -> Measured | None:
@@ -114,7 +114,7 @@ def _run(where: Place, settings: Settings) -> Measured | None:
                     size = show_size(message.bytes) if message.bytes else ""
                     bar.show(done=message.done, text=f"{message.backend} {message.op} {size}".rstrip())
 
-            found: Measured | None = where.run(rank.main, (settings,), on_message=show, timeout=limit)
+            found: Measured | None = where.run(worker.main, (settings,), on_message=show, timeout=limit)
     except Terminated:
         print("told to stop (SIGTERM): all ranks were ended", file=sys.stderr)
         raise typer.Exit(143) from None

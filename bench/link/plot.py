@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commlib.bench.record import Record
-from commlib.bench.report import Row
+from commlib.bench.results.record import Record
+from commlib.bench.results.table import Row
 from commlib.errors import MissingDependency
-from commlib.line import FROM
+from commlib.messaging.line import FROM
 
+from .results import title
 from .sizes import show_size
-from .table import title
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

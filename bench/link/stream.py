@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from commlib.handshake import store_of
-from commlib.host import network
-from commlib.stream import Stream, measure
-from commlib.world import World
+from commlib.groups.handshake import store_of
+from commlib.groups.world import World
+from commlib.messaging.network import network
+from commlib.messaging.throughput import Stream, measure
 
 
 def measure_line(seconds: float = 0.3) -> Stream | None:
-    """The line between two hosts (:func:`commlib.stream.measure`), over the interface that the backend uses.
+    """The line between two hosts (:func:`commlib.messaging.throughput.measure`), over the interface that the backend
+    uses.
 
     So it is the same under Gloo and NCCL.
 

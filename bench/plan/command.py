@@ -11,17 +11,17 @@ from typing import Annotated
 import typer
 
 from commlib.bench.options import Json, Plot, Save
-from commlib.bench.record import Record, emit, facts, write
-from commlib.bench.report import Row, console, print_rows
+from commlib.bench.results.record import Record, emit, facts, write
+from commlib.bench.results.table import Row, console, print_rows
 
-from . import algorithms, picture, published, rounds, rounds_picture, table
-from .algorithms import Question
-from .layers import Model
-from .own import own
-from .rounds import ALGORITHMS, Table
+from . import convergence_model, plots, published, rounds_picture, table, time_to_accuracy
+from .assumptions import Setting, parse_ranks
+from .convergence_model import ALGORITHMS, Table
+from .custom_model import own
+from .known_models import MODELS, known
+from .model import Model
 from .schemes import Outcome, outcomes
-from .setting import Setting, parse_ranks
-from .zoo import MODELS, known
+from .time_to_accuracy import Question
 
 
 def plan(
@@ -60,7 +60,7 @@ def plan(
         float | None, typer.Option("--meeting-s", help="S, seconds of an exchange. [the model's; else 0.01 C to 100 C]")
     ] = None,
     tau: Annotated[int | None, typer.Option(help="Local steps between two exchanges. [all that were measured]")] = None,
-    accuracy: Annotated[float, typer.Option(help="To be reached, of 1.")] = algorithms.ACCURACY,
+    accuracy: Annotated[float, typer.Option(help="To be reached, of 1.")] = time_to_accuracy.ACCURACY,
     rounds_table: Annotated[
         Path | None, typer.Option("--table", metavar="FILE", help="Of rounds to accuracies. [that of the digits]")
     ] = None,
@@ -88,10 +88,10 @@ def plan(
             raise ValueError("--algorithm prints and draws: leave out --layers, --published and --save")
         link = Setting(gbit, latency_us, tflops, batch or Setting.batch)
         found = None if model is None else _model(model, positions, example)
-        counts = parse_ranks(ranks) if ranks else (algorithms.RANKS,)
+        counts = parse_ranks(ranks) if ranks else (time_to_accuracy.RANKS,)
         asked = Question.of(algorithm, counts, step_s, meeting_s, tau, accuracy, found, link)
         whose = "the digits" if rounds_table is None else str(rounds_table)
-        _print_algorithms(asked, rounds.read(rounds_table), whose, plot, as_json)
+        _print_algorithms(asked, convergence_model.read(rounds_table), whose, plot, as_json)
         return
     if any(given is not None for given in (step_s, meeting_s, tau, rounds_table)):
         raise ValueError("--step-s, --meeting-s, --tau and --table are for --algorithm")
@@ -102,7 +102,7 @@ def plan(
         raise ValueError(f"which model? One of {', '.join(MODELS)}, or your own: module:factory with --input")
     counts = parse_ranks(ranks)
     if plot is not None:
-        picture.check(plot)
+        plots.check(plot)
     found = _model(model, positions, example)
     setting = Setting(gbit, latency_us, tflops, found.batch if batch is None else batch)
     if layers:
@@ -112,7 +112,7 @@ def plan(
     record = make_record(found, setting, steps)
     if plot is not None:
         heading = "\n".join([*table.about(found)[:1], f"predicted, not measured; {table.of_a_rank(found, setting)}"])
-        picture.save(record, heading, plot)
+        plots.save(record, heading, plot)
     if as_json:
         emit(record, title="", as_json=True, save=save)
         return
@@ -185,13 +185,13 @@ def _print_published(as_json: bool) -> None:
 def _print_algorithms(asked: Question, measured: Table, whose: str, plot: Path | None, as_json: bool) -> None:
     if plot is not None:
         rounds_picture.check(plot)
-    rows = algorithms.answer(asked, measured)
+    rows = time_to_accuracy.answer(asked, measured)
     if plot is not None:
         rounds_picture.save(asked, measured, plot)
     if as_json:
         print_rows(rows, as_json=True)
         return
-    about, shown = algorithms.for_people(asked, rows, whose)
+    about, shown = time_to_accuracy.for_people(asked, rows, whose)
     print(about)
     print_rows(shown, title="speed-up over one rank, by S")
 

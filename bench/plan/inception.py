@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .layers import Layer, conv, linear, plain
+from .model import Layer, conv, linear, plain
 
 _Conv = tuple[str, int, int, int, int, int]
 """Name, inputs, outputs, height and width of the kernel, side of what comes out."""

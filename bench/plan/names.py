@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Collection, Sequence
 
-from .layers import Layer
+from .model import Layer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from commlib.bench.report import Row
+from commlib.bench.results.table import Row
 
+from .assumptions import Setting
+from .known_models import known
 from .schemes import outcomes
-from .setting import Setting
-from .zoo import known
 
 _DOCS = "documentation of Poseidon-TF 0.10; that its link is 40 GbE, from summaries of ATC 2017"
 _SUMMARY = "third-party summary of Zhang et al., USENIX ATC 2017; the paper itself was not read"
@@ -27,7 +27,7 @@ class Point:
 
     Args:
         system: what was measured.
-        model: one of :data:`commlib.bench.plan.zoo.MODELS`.
+        model: one of :data:`commlib.bench.plan.known_models.MODELS`.
         ranks: machines, of one GPU each.
         gbit: of a machine's link, Gbit/s.
         speedup: examples a second over those of one machine.

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from commlib.bench.link.plot import check
 
-from .algorithms import Question
-from .rounds import LOCAL, NAIVE, Table, crossover, grid, seconds_to
+from .convergence_model import LOCAL, NAIVE, Table, crossover, grid, seconds_to
+from .time_to_accuracy import Question
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

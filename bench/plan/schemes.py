@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from commlib import cost, price
-from commlib.choose import choose
-from commlib.link import Link
-from commlib.overlap import Pass, finish
-from commlib.price import Way
+from commlib.messaging.link_model import Link
+from commlib.planning.cost import route_cost, volume
+from commlib.planning.cost.choose import choose
+from commlib.planning.cost.overlap import Pass, finish
+from commlib.planning.cost.route_cost import Way
 
-from .layers import Layer, Model
-from .setting import Setting
+from .assumptions import Setting
+from .model import Layer, Model
 from .steps import BYTES, alone_s, one_pass, without_overlap
 
 SCHEMES: Mapping[str, str] = {
@@ -20,7 +20,7 @@ SCHEMES: Mapping[str, str] = {
     "no overlap": "the same, after the backward pass",
     "factors": "every linear layer by its factors, the rest dense",
     "owners": "every linear layer's rows to the owners of its blocks, which send these to all; the rest dense",
-    "auto": "each linear layer by factors, owners or dense, as commlib.choose decides",
+    "auto": "each linear layer by factors, owners or dense, as commlib.planning.cost.choose decides",
     "adam": "factors of every linear layer to the rank that owns it, which sends the matrix to all; the rest dense",
 }
 """Name → what it does, in the order of the table's columns."""
@@ -74,7 +74,7 @@ def outcomes(model: Model, setting: Setting, ranks: int) -> list[Outcome]:
     link = Link.ring(ranks, setting.gbit, setting.latency_s)
     p, alone = one_pass(model, setting), alone_s(model, setting)
     layers = {x.name: x for x in model.layers if x.parameters}
-    dense = {name: price.dense(BYTES * x.parameters, link) for name, x in layers.items()}
+    dense = {name: route_cost.dense(BYTES * x.parameters, link) for name, x in layers.items()}
     if ranks == 1:
         return [Outcome(1, scheme, alone, alone, dense) for scheme in SCHEMES]
     rows = {name: _factors(x, setting, link) for name, x in layers.items() if x.linear}
@@ -94,7 +94,7 @@ def outcomes(model: Model, setting: Setting, ranks: int) -> list[Outcome]:
 
 def crossover(layer: Layer, ranks: int) -> float:
     """K*: rows of a rank above which its matrix is fewer bytes than its factors; ∞ for one rank."""
-    return cost.crossover_rows(layer.inputs, layer.outputs, ranks, ranks)
+    return volume.crossover_rows(layer.inputs, layer.outputs, ranks, ranks)
 
 
 def _weight_gradient_s(layer: Layer, setting: Setting) -> float:
@@ -105,18 +105,18 @@ def _weight_gradient_s(layer: Layer, setting: Setting) -> float:
 def _factors(layer: Layer, setting: Setting, link: Link) -> Way:
     local = _weight_gradient_s(layer, setting)
     n, m, rows = layer.outputs, layer.inputs, layer.rows * setting.batch
-    return price.factors(n, m, rows, link, local_s=local, rebuild_s=link.world * local, itemsize=BYTES)
+    return route_cost.factors(n, m, rows, link, local_s=local, rebuild_s=link.world * local, itemsize=BYTES)
 
 
 def _owners(layer: Layer, setting: Setting, link: Link) -> Way:
     local, rows = _weight_gradient_s(layer, setting), layer.rows * setting.batch
-    return price.owners(layer.outputs, layer.inputs, rows, link, local_s=local, itemsize=BYTES)
+    return route_cost.owners(layer.outputs, layer.inputs, rows, link, local_s=local, itemsize=BYTES)
 
 
 def _adam(layer: Layer, setting: Setting, link: Link) -> Way:
     """At the owner: all others' rows come in, and only then can the matrix go out, so both directions add up."""
-    shape = cost.Shape(layer.inputs, layer.outputs, layer.rows * setting.batch, link.world, link.world)
-    seconds = 2 * setting.latency_s + link.all_gather.beta * BYTES * cost.adam_colocated(shape)
+    shape = volume.Shape(layer.inputs, layer.outputs, layer.rows * setting.batch, link.world, link.world)
+    seconds = 2 * setting.latency_s + link.all_gather.beta * BYTES * volume.adam_colocated(shape)
     local = _weight_gradient_s(layer, setting)
     sent = float(BYTES * (link.world - 1) * shape.matrix)
     return Way("adam", sent, seconds, 0.0, after_s=link.world * local, saved_s=local, early=True)

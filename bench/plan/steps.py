@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from commlib.overlap import Bucket, Pass
+from commlib.planning.cost.overlap import Bucket, Pass
 
-from .layers import Layer, Model
-from .setting import Setting
+from .assumptions import Setting
+from .model import Layer, Model
 
 BYTES = 4
 """Of a value: float32."""

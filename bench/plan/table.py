@@ -6,13 +6,13 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from commlib.bench.report import Row, table_width
-from commlib.choose import MARGIN
+from commlib.bench.results.table import Row, table_width
+from commlib.planning.cost.choose import MARGIN
 
-from .layers import Model
+from .assumptions import Setting
+from .model import Model
 from .names import briefly, groups
 from .schemes import SCHEMES, Outcome, crossover
-from .setting import Setting
 from .steps import BYTES, alone_s
 
 

@@ -7,10 +7,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from commlib.collective import Rounds
-from commlib.compressor import Compressor, LayerSpec
-from commlib.exchange.item import Item, Stripe
-from commlib.world import World
+from commlib.codecs.base import Compressor, LayerSpec
+from commlib.exchange.collectives import Rounds
+from commlib.exchange.layer_task import Item, Stripe
+from commlib.groups.world import World
 
 
 class Carrier(Protocol):

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from commlib.blocks import clear, magnitudes, poison, spread, take
-from commlib.collective import AllReduce, Rounds
-from commlib.compressor import Compressor, LayerSpec
-from commlib.exchange.arena import Arena
-from commlib.exchange.item import Item, Stripe, payers
-from commlib.stepwise import Blockwise
-from commlib.world import World
+from commlib.codecs.base import Compressor, LayerSpec
+from commlib.codecs.cooperative import clear, magnitudes, poison, spread, take
+from commlib.codecs.stepwise import Blockwise
+from commlib.exchange.buffers import Arena
+from commlib.exchange.collectives import AllReduce, Rounds
+from commlib.exchange.layer_task import Item, Stripe, payers
+from commlib.groups.world import World
 
 ROUNDS = 2
 

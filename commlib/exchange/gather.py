@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from commlib.collective import AllGather, Rounds
-from commlib.compressor import Compressor, LayerSpec
-from commlib.exchange.arena import Packing
-from commlib.exchange.item import Item, Stripe, payers
-from commlib.world import World
+from commlib.codecs.base import Compressor, LayerSpec
+from commlib.exchange.buffers import Packing
+from commlib.exchange.collectives import AllGather, Rounds
+from commlib.exchange.layer_task import Item, Stripe, payers
+from commlib.groups.world import World
 
 ROUNDS = 1
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from commlib.collective import AllReduce, Rounds
-from commlib.compressor import Compressor, LayerSpec
-from commlib.exchange.arena import Arena
-from commlib.exchange.item import Item, Stripe, payers
-from commlib.feedback import ErrorFeedback
-from commlib.stepwise import LowRank
-from commlib.thin import thin_product
-from commlib.world import World
+from commlib.codecs.base import Compressor, LayerSpec
+from commlib.codecs.error_feedback import ErrorFeedback
+from commlib.codecs.stepwise import LowRank
+from commlib.codecs.thin import thin_product
+from commlib.exchange.buffers import Arena
+from commlib.exchange.collectives import AllReduce, Rounds
+from commlib.exchange.layer_task import Item, Stripe, payers
+from commlib.groups.world import World
 
 ROUNDS = 2
 
@@ -43,7 +43,7 @@ def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds
     M − P·(mean Q)ᵀ: the sums over ranks agree, but there each residual also walks at random with the
     difference between the rank's gradients and the mean.)
 
-    What rides along (:mod:`commlib.exchange.riders`) goes with P as it is.
+    What rides along (:mod:`commlib.exchange.fusion`) goes with P as it is.
     """
     raw = [item for item in items if item.codec.lossless]
     items = [item for item in items if not item.codec.lossless]

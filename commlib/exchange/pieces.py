@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commlib.exchange.arena import rows
+from commlib.exchange.buffers import rows
 
 
 def _nothing() -> None: ...

@@ -1,7 +1,8 @@
 """``push_pull``: to servers, which add up what all ranks push, and back (Poseidon, USENIX ATC 2017, section 3).
 
 Every rank sends its gradient once and gets the sum once, where a ring sends and gets 2(P − 1)/P of it: up to twice as
-fast, where the servers have links of their own and are enough (BytePS, OSDI 2020; :mod:`commlib.cost` has the figures).
+fast, where the servers have links of their own and are enough (BytePS, OSDI 2020; :mod:`commlib.planning.cost.volume`
+has the figures).
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from commlib.collective import Among, Collective, PushPull, Rounds
-from commlib.compressor import Compressor, LayerSpec
-from commlib.exchange.item import Item, Stripe
-from commlib.frame import DTYPES
-from commlib.world import World
+from commlib.codecs.base import Compressor, LayerSpec
+from commlib.exchange.collectives import Among, Collective, PushPull, Rounds
+from commlib.exchange.layer_task import Item, Stripe
+from commlib.groups.world import World
+from commlib.messaging.frame import DTYPES
 
 ROUNDS = 1
 

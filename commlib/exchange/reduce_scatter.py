@@ -14,12 +14,12 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from commlib.collective import AllToAll, Rounds
-from commlib.compressor import Compressor, LayerSpec
-from commlib.exchange.arena import Packing
-from commlib.exchange.item import Item, Stripe, payers
-from commlib.scratch import scratch
-from commlib.world import World
+from commlib.codecs.base import Compressor, LayerSpec
+from commlib.exchange.buffers import Packing
+from commlib.exchange.collectives import AllToAll, Rounds
+from commlib.exchange.layer_task import Item, Stripe, payers
+from commlib.groups.world import World
+from commlib.runtime.scratch import scratch
 
 ROUNDS = 1
 PASSES = 1

@@ -13,18 +13,18 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from commlib.collective import AllGather, AllToAll, Collective, Rounds
-from commlib.compressor import Compressor, LayerSpec, Memory
-from commlib.exchange.arena import Packing, rows
-from commlib.exchange.item import WHOLE, Item, Part, Stripe, cut
-from commlib.scratch import scratch
-from commlib.world import World
+from commlib.codecs.base import Compressor, LayerSpec, Memory
+from commlib.exchange.buffers import Packing, rows
+from commlib.exchange.collectives import AllGather, AllToAll, Collective, Rounds
+from commlib.exchange.layer_task import WHOLE, Item, Part, Stripe, cut
+from commlib.groups.world import World
+from commlib.runtime.scratch import scratch
 
 ROUNDS = 2
 
 
 def stripes(codec: Compressor, spec: LayerSpec, world: int) -> tuple[Stripe, ...]:
-    """One contiguous stripe a rank; see :func:`commlib.exchange.item.cut`."""
+    """One contiguous stripe a rank; see :func:`commlib.exchange.layer_task.cut`."""
     return cut(spec, world, codec.stripe_rows(spec))
 
 

@@ -29,10 +29,10 @@ it may meet: a node's ranks, counterparts, and all ranks for what goes flat besi
   b with the same i. So a chain of waits has an end and is no cycle, whichever ranks are in which group.
 * One round may ask for several scopes: its collectives are issued in one go, in an order alike on all ranks, before any
   of them is waited for. Rows that have left already (``First``) were issued by the thread of the backward pass, on a
-  group of their own and in an order of their own, and wait for nothing (:mod:`commlib.factors.layers`).
+  group of their own and in an order of their own, and wait for nothing (:mod:`commlib.exchange.factors.layers`).
 
 What goes by servers has no order to keep: a push waits for nobody, and its sum for other ranks' pushes of the same
-layer only, which they make in round 0, too (:mod:`commlib.server.group`).
+layer only, which they make in round 0, too (:mod:`commlib.server.worker.push_pull`).
 
 Where waiting is not blocking (NCCL: ``wait`` makes the current stream wait), no lanes are needed: the hook's
 thread enqueues all rounds of a bucket on a side stream at once, on one communicator a scope, in bucket order.
@@ -51,11 +51,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commlib.collective import Collective, Scope
+from commlib.exchange.collectives import Collective, Scope
+from commlib.exchange.in_flight import Trip, through
 from commlib.exchange.tracks import Tracks
-from commlib.exchange.trip import Trip, through
-from commlib.profiled import ranged
-from commlib.trace import NONE, Trace
+from commlib.telemetry.profiled import ranged
+from commlib.telemetry.trace import NONE, Trace
 
 
 class Sequencer:

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from commlib.collective import AllGather, Rounds, lockstep
-from commlib.compressor import Compressor, LayerSpec, Memory
-from commlib.exchange.arena import Packing
-from commlib.exchange.item import Item, Stripe
-from commlib.world import World
+from commlib.codecs.base import Compressor, LayerSpec, Memory
+from commlib.exchange.buffers import Packing
+from commlib.exchange.collectives import AllGather, Rounds, lockstep
+from commlib.exchange.layer_task import Item, Stripe
+from commlib.groups.world import World
 
 ROUNDS = 2
 

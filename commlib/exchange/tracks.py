@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from commlib.collective import Collective, Scope, scope_of
+from commlib.exchange.collectives import Collective, Scope, scope_of
 
 
 class Tracks:

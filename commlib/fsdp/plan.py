@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import cast
 
-from commlib.compressor import Compressor, LayerSpec
+from commlib.codecs.base import Compressor, LayerSpec
+from commlib.codecs.registry import make, make_plain
 from commlib.exchange import reduce_scatter
-from commlib.exchange.item import Stripe
-from commlib.hierarchy import Hierarchy, refuse
-from commlib.plan_file import Plan, PlannedLayer
-from commlib.planning import make_plan
-from commlib.policy import Exact, Policy, policy_of
-from commlib.registry import make, make_plain
-from commlib.route import Route, Rule, Rules
-from commlib.world import World
+from commlib.exchange.hierarchy import Hierarchy, refuse
+from commlib.exchange.layer_task import Stripe
+from commlib.groups.world import World
+from commlib.planning.plan import Plan, PlannedLayer
+from commlib.planning.planner import make_plan
+from commlib.planning.policy import Exact, Policy, policy_of
+from commlib.planning.route import Route, Rule, Rules
 
 TO_OWNERS = "reduce_scatter"
 

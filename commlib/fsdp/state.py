@@ -9,21 +9,21 @@ from typing import Any
 from torch import nn
 
 from commlib.__version__ import __version__
-from commlib.checkpoint import StateDict, from_state, to_state
+from commlib.checkpoint.state_dict import StateDict, from_state, to_state
+from commlib.codecs.warm import warm
 from commlib.errors import check_numbers
-from commlib.fsdp.comms import Between, ToAll, ToOwners
+from commlib.fsdp.collectives import Between, ToAll, ToOwners
+from commlib.fsdp.communicator import Traffic
+from commlib.fsdp.param_groups import units_of
 from commlib.fsdp.plan import Replicas, codecs_of, plan_of
-from commlib.fsdp.traffic import Traffic
-from commlib.fsdp.units import units_of
-from commlib.handshake import agree, meeting_place, publish_failure
-from commlib.log import Log, Loggable
-from commlib.loss_scale import LossScale
-from commlib.plan_file import Plan
-from commlib.policy import Exact, Policy
-from commlib.route import Rules
-from commlib.stats import Stats
-from commlib.warm import warm
-from commlib.world import World
+from commlib.groups.handshake import agree, meeting_place, publish_failure
+from commlib.groups.world import World
+from commlib.monitoring.log import Log, Loggable
+from commlib.planning.plan import Plan
+from commlib.planning.policy import Exact, Policy
+from commlib.planning.route import Rules
+from commlib.runtime.loss_scale import LossScale
+from commlib.telemetry.stats import Stats
 
 
 class ShardedState(Loggable):

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from commlib.consistency import WSP
 from commlib.errors import CommlibError
-from commlib.groups import group_of, sibling
-from commlib.handshake import agree, meeting_place
-from commlib.parameter_server import ParameterServer
-from commlib.passes import TRACK
-from commlib.pipeline.carrier import Carrier
-from commlib.pipeline.order import depth, passes, place
+from commlib.groups.handshake import agree, meeting_place
+from commlib.groups.process_groups import group_of, sibling
+from commlib.groups.world import World
+from commlib.pipeline.activations import Carrier
+from commlib.pipeline.schedule import depth, passes, place
 from commlib.pipeline.stash import output_of, stashed
-from commlib.recording import Traceable
-from commlib.world import World
+from commlib.server.job.consistency import WSP
+from commlib.server.worker.parameter_server import ParameterServer
+from commlib.telemetry.passes import TRACK
+from commlib.telemetry.recorder import Traceable
 
 Loss = Callable[[Tensor, Any], Tensor]
 

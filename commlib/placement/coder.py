@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from commlib.compressor import Compressor
-from commlib.layer import LayerSpec
-from commlib.registry import make_plain
-from commlib.spec import split
+from commlib.codecs.base import Compressor
+from commlib.codecs.registry import make_plain
+from commlib.runtime.layer import LayerSpec
+from commlib.runtime.plugins import split
 
 _ALIGN = 8  # bytes at multiples of which payloads begin
 

@@ -14,16 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commlib.__version__ import __version__
 from commlib.errors import unknown
-from commlib.groups import group_of, sibling, waits_on_stream
-from commlib.handshake import agree, meeting_place, publish_failure
-from commlib.layer import LayerSpec
-from commlib.model import linear_layers, one_device
-from commlib.placement.channel import DTYPES, Channel
-from commlib.placement.choice import Considered, decide
+from commlib.groups.handshake import agree, meeting_place, publish_failure
+from commlib.groups.process_groups import group_of, sibling, waits_on_stream
+from commlib.groups.world import World
+from commlib.placement.choose import Considered, decide
 from commlib.placement.coder import Coder
-from commlib.placement.layer import PlacedLinear, placed_layers
-from commlib.placement.measure import measure
-from commlib.world import World
+from commlib.placement.communication import DTYPES, Channel
+from commlib.placement.linear import PlacedLinear, placed_layers
+from commlib.placement.profile import measure
+from commlib.runtime.layer import LayerSpec
+from commlib.runtime.layers import linear_layers, one_device
 
 AUTO = "auto"
 
@@ -71,8 +71,8 @@ def place(
         comm = commlib.attach(ddp)  # for all that is not placed
 
     Exact, but for the order of sums (without a codec). From now on every rank must call the model as often as the
-    others, for evaluation too; ``state_dict`` has each rank's part (:mod:`commlib.placement.state` has whole ones, and
-    ``clip_grad_norm_``).
+    others, for evaluation too; ``state_dict`` has each rank's part (:mod:`commlib.placement.state_dict` has whole ones,
+    and ``clip_grad_norm_``).
 
     Args:
         model: not wrapped in DDP. Its layers are replaced in place.

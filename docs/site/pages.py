@@ -18,7 +18,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from commlib.cli import build, commands
+from commlib.cli.main import build, commands
 
 ROOT = Path(__file__).parents[2]
 SOURCE = "source"  # the folder of the site for what lies outside docs/

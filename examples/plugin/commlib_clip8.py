@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from commlib.compressor import Compressor, LayerSpec, Memory, store
+from commlib.codecs.base import Compressor, LayerSpec, Memory, store
 
 
 @dataclasses.dataclass(frozen=True)

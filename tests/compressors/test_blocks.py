@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from commlib.compressor import LayerSpec, Memory
+from commlib.codecs.base import LayerSpec, Memory
 from commlib.compressors.blocks import Blocks, choice
 
 

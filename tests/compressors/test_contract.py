@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from commlib import registry
-from commlib.compressor import Carry, Compressor, LayerSpec, Memory
+from commlib.codecs import registry
+from commlib.codecs.base import Carry, Compressor, LayerSpec, Memory
+from commlib.codecs.error_feedback import ErrorFeedback
 from commlib.compressors.heavyball import HeavyBall
-from commlib.feedback import ErrorFeedback
 from commlib.testing import check_compressor
-from strategies import encode, roundtrip, tensors
-from tiers import examples, full
+from tests.support.hypothesis_strategies import encode, roundtrip, tensors
+from tests.support.tiers import examples, full
 
 BUILT_IN = [
     "none", "fp16", "bf16", "onebit", "sign", "int8", "int4", "qsgd", "ternary", "natural", "topk", "randomk", "dgc",

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlib import registry
-from commlib.compressor import LayerSpec, Memory
+from commlib.codecs import registry
+from commlib.codecs.base import LayerSpec, Memory
 from commlib.compressors.dct import DCT
-from strategies import roundtrip
-from tiers import examples
+from tests.support.hypothesis_strategies import roundtrip
+from tests.support.tiers import examples
 
 
 def test_a_cosine_is_one_coefficient() -> None:

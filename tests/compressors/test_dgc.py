@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from commlib.compressor import LayerSpec, Memory
+from commlib.codecs.base import LayerSpec, Memory
+from commlib.codecs.error_feedback import ErrorFeedback
 from commlib.compressors.dgc import DGC
 from commlib.compressors.heavyball import HeavyBall
-from commlib.feedback import ErrorFeedback
-from strategies import encode, roundtrip
+from tests.support.hypothesis_strategies import encode, roundtrip
 
 
 def gradients(steps: int, n: int) -> list[torch.Tensor]:

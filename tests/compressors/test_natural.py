@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from commlib.compressor import LayerSpec
+from commlib.codecs.base import LayerSpec
 from commlib.compressors.natural import Natural
-from strategies import GOLDEN, draws, encode, floats_of, roundtrip, tensors
+from tests.support.hypothesis_strategies import GOLDEN, draws, encode, floats_of, roundtrip, tensors
 
 
 def test_golden_vector_only_three_moves_to_two_or_four() -> None:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 
-from commlib.compressor import LayerSpec, Memory
+from commlib.codecs.base import LayerSpec, Memory
+from commlib.codecs.error_feedback import ErrorFeedback
 from commlib.compressors.onebit import OneBit
-from commlib.feedback import ErrorFeedback
-from strategies import GOLDEN, bits_of, decode, encode, floats_of, roundtrip, tensors
+from tests.support.hypothesis_strategies import GOLDEN, bits_of, decode, encode, floats_of, roundtrip, tensors
 
 
 def naive(values: list[float], column: int) -> tuple[list[float], list[int], list[float]]:

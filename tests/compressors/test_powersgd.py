@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from commlib.compressor import LayerSpec, Memory
+from commlib.codecs.base import LayerSpec, Memory
 from commlib.compressors.powersgd import PowerSGD
-from strategies import encode, floats_of, roundtrip
+from tests.support.hypothesis_strategies import encode, floats_of, roundtrip
 
 
 def matrix(m: int, n: int, rank: int, seed: int = 0) -> torch.Tensor:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from commlib.compressor import LayerSpec
+from commlib.codecs.base import LayerSpec
 from commlib.compressors.qsgd import QSGD
-from strategies import GOLDEN, draws, encode, fields_of, floats_of, roundtrip, tensors
-from tiers import examples
+from tests.support.hypothesis_strategies import GOLDEN, draws, encode, fields_of, floats_of, roundtrip, tensors
+from tests.support.tiers import examples
 
 
 def exact_variance(x: torch.Tensor, levels: int) -> float:

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.compressor import LayerSpec
-from commlib.compressors.kernels.places import strata
-from commlib.compressors.kernels.random import hash32
+from commlib.codecs.base import LayerSpec
+from commlib.compressors.kernels.reference.random import hash32
+from commlib.compressors.kernels.reference.topk import strata
 from commlib.compressors.randomk import RandomK
-from strategies import decode, draws, encode, roundtrip
+from tests.support.hypothesis_strategies import decode, draws, encode, roundtrip
 
 CPU = torch.device("cpu")
 

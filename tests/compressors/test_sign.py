@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from commlib.compressor import LayerSpec
+from commlib.codecs.base import LayerSpec
 from commlib.compressors.sign import ScaledSign
-from strategies import GOLDEN, bits_of, encode, floats_of, roundtrip, tensors
+from tests.support.hypothesis_strategies import GOLDEN, bits_of, encode, floats_of, roundtrip, tensors
 
 
 def test_golden_vector_and_payload() -> None:

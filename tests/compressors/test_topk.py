@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlib.compressor import LayerSpec, Memory
+from commlib.codecs.base import LayerSpec, Memory
+from commlib.codecs.error_feedback import ErrorFeedback
 from commlib.compressors.topk import TopK
-from commlib.feedback import ErrorFeedback
-from strategies import GOLDEN, encode, floats_of, roundtrip, tensors
-from tiers import examples
+from tests.support.hypothesis_strategies import GOLDEN, encode, floats_of, roundtrip, tensors
+from tests.support.tiers import examples
 
 
 def test_golden_vector() -> None:

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlib.compressor import LayerSpec
+from commlib.codecs.base import LayerSpec
 from commlib.compressors.twobit import TwoBit
-from strategies import encode, floats_of, roundtrip, tensors
-from tiers import examples
+from tests.support.hypothesis_strategies import encode, floats_of, roundtrip, tensors
+from tests.support.tiers import examples
 
 
 def test_golden_vector() -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from commlib.bench.lab import unavailable
-from manual import ROOT, environment
 from tests.docs import ranks
+from tests.support.docs_reader import ROOT, environment
 
 MODELS = """
 from torch import nn

@@ -1,4 +1,5 @@
-"""What a documented command starts, forked instead of started anew (tests/warm.py): torchrun's ranks, a lab's.
+"""What a documented command starts, forked instead of started anew (tests/support/forked_ranks.py): torchrun's ranks, a
+lab's.
 
 A rank gets what it would get: its words, torchrun's environment, its host's network and cores. What starts it is tested
 elsewhere (tests/bench/lab, and the consoles of tests/docs/test_blocks.py).
@@ -19,11 +20,11 @@ from typing import Any
 import pytest
 from torch.distributed.run import get_args_parser
 
-import warm
-from commlib.bench import launch
 from commlib.bench.lab import Lab, command
 from commlib.bench.lab.run import run_command
-from commlib.cli import main
+from commlib.bench.launch import processes
+from commlib.cli.main import main
+from tests.support import forked_ranks
 
 SECONDS = 300.0  # for all ranks of one command
 
@@ -32,7 +33,7 @@ _CLONE_NEWNET = 0x40000000
 
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on, in this test."""
-    monkeypatch.setattr(launch, "start", start)
+    monkeypatch.setattr(processes, "start", start)
     monkeypatch.setattr(command, "run_command", in_lab)
 
 
@@ -40,11 +41,11 @@ def start(prefix: Sequence[str], link: int, env: Mapping[str, str]) -> Any:
     """In the place of ``launch.start``: a rank on an emulated host is forked, too, and goes there by itself."""
     named = re.search(r"--net=(/proc/\d+)/ns/net .* ip netns exec (\w+) .* --cpu-list ([\d,]+) ", " ".join(prefix))
     if named is None or "--user=" in " ".join(prefix):  # without root: what owns the network would be entered first
-        return warm.start(prefix, link, env)
+        return forked_ranks.start(prefix, link, env)
     keeper, host, cores = named.groups()
     network = Path(keeper, "root", "run", "netns", host)  # as the keeper of the lab sees it
     there = functools.partial(enter, network, [int(c) for c in cores.split(",")])
-    return warm.Rank(link, env, there)
+    return forked_ranks.Rank(link, env, there)
 
 
 def enter(network: Path, cores: Sequence[int]) -> None:
@@ -62,7 +63,7 @@ def in_lab(lab: Lab, argv: Sequence[str], schedule: Sequence[Any] = (), **option
     if schedule or argv[0] not in ("commlib", "python"):
         return _ANEW(lab, argv, schedule, **options)
     port = lab.start()
-    found: list[int] = launch.run_ranks(
+    found: list[int] = processes.run_ranks(
         program,
         lab.world_size,
         (os.getcwd(), list(argv)),
@@ -81,7 +82,7 @@ def torchrun(words: Sequence[str]) -> list[int]:
     asked = get_args_parser().parse_args(list(words))
     nodes, each = int(str(asked.nnodes).partition(":")[0]), int(asked.nproc_per_node)
     argv = ["python", *(["-m"] if asked.module else []), asked.training_script, *asked.training_script_args]
-    found: list[int] = launch.run_ranks(
+    found: list[int] = processes.run_ranks(
         program,
         nodes * each,
         (os.getcwd(), argv),

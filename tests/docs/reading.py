@@ -15,8 +15,8 @@ from typing import Any
 import typer
 from torch.distributed.run import get_args_parser
 
-from commlib.cli import build
-from manual import ROOT, Command, without_make
+from commlib.cli.main import build
+from tests.support.docs_reader import ROOT, Command, without_make
 
 
 class Unreadable(Exception):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from commlib.bench.lab import unavailable
-from manual import PAGES, ROOT, Block, blocks, environment, name_of
+from tests.support.docs_reader import PAGES, ROOT, Block, blocks, environment, name_of
 
 pytestmark = pytest.mark.checkout
 

@@ -8,9 +8,9 @@ import re
 import pytest
 
 from commlib import LayerSpec
-from commlib.registry import compressors, load, make
-from commlib.route import resolve
-from manual import ROOT
+from commlib.codecs.registry import compressors, load, make
+from commlib.planning.route import resolve
+from tests.support.docs_reader import ROOT
 
 pytestmark = pytest.mark.checkout
 

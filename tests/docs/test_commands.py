@@ -6,9 +6,9 @@ import collections
 
 import pytest
 
-from manual import PAGES, ROOT, Command
 from tests.docs.reading import Unreadable, read
 from tests.docs.treated import COMMANDS, ELSEWHERE, NEEDS, PARSED, TOLD, is_name, recipe, run_by_ci, treatment
+from tests.support.docs_reader import PAGES, ROOT, Command
 
 pytestmark = pytest.mark.checkout
 

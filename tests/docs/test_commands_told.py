@@ -16,13 +16,14 @@ from pathlib import Path
 
 import pytest
 
-import warm
-from commlib import registry, top_command
-from commlib.bench.plan import converge
-from commlib.bench.plan.rounds import written
-from commlib.cli import commands, main
-from manual import ROOT, blocks
+from commlib.bench.plan import convergence_measure
+from commlib.bench.plan.convergence_model import written
+from commlib.cli import top
+from commlib.cli.main import commands, main
+from commlib.codecs import registry
 from tests.docs.treated import TOLD, cut
+from tests.support import forked_ranks
+from tests.support.docs_reader import ROOT, blocks
 
 pytestmark = [pytest.mark.checkout, pytest.mark.full]
 
@@ -97,7 +98,7 @@ def at() -> Iterator[str]:
 @contextlib.contextmanager
 def beside(line: str) -> Iterator[None]:
     """A command that goes on until Ctrl-C, and must then end well."""
-    process = warm.context().Process(target=become, args=(line.split()[1:], {**os.environ}))
+    process = forked_ranks.context().Process(target=become, args=(line.split()[1:], {**os.environ}))
     process.start()
     try:
         yield
@@ -165,7 +166,7 @@ def test_watching(tell: Story, reader: Path, monkeypatch: pytest.MonkeyPatch):
         raise KeyboardInterrupt
 
     # Ctrl-C between the first look and the second.
-    monkeypatch.setattr(top_command, "time", types.SimpleNamespace(sleep=interrupted))
+    monkeypatch.setattr(top, "time", types.SimpleNamespace(sleep=interrupted))
     assert "ended" in tell("commlib top")
 
 
@@ -216,14 +217,14 @@ def test_codecs(tell: Story, reader: Path, monkeypatch: pytest.MonkeyPatch, requ
 
 def test_rounds(tell: Story, run: Run, reader: Path, monkeypatch: pytest.MonkeyPatch):
     """The table that takes minutes, of few ranks and few steps; then a plan by it."""
-    line = tell.line("python -m commlib.bench.plan.converge > table.csv")
+    line = tell.line("python -m commlib.bench.plan.convergence_measure > table.csv")
     assert line.endswith("> table.csv")
-    monkeypatch.setattr(converge, "SEEDS", (0,))
-    monkeypatch.setattr(converge, "RANKS", (1, 2))
-    monkeypatch.setattr(converge, "TAUS", (1, 2))
-    monkeypatch.setattr(converge, "WAVES", {"ssp": (1,), "wsp": (2,)})
-    monkeypatch.setattr(converge, "MOST_STEPS", 60)
-    (reader / "table.csv").write_text(written(converge.measure()))
+    monkeypatch.setattr(convergence_measure, "SEEDS", (0,))
+    monkeypatch.setattr(convergence_measure, "RANKS", (1, 2))
+    monkeypatch.setattr(convergence_measure, "TAUS", (1, 2))
+    monkeypatch.setattr(convergence_measure, "WAVES", {"ssp": (1,), "wsp": (2,)})
+    monkeypatch.setattr(convergence_measure, "MOST_STEPS", 60)
+    (reader / "table.csv").write_text(written(convergence_measure.measure()))
     assert "ranks" in run("commlib plan --algorithm sparknet --accuracy 0.8 --ranks 2 --table table.csv")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from manual import PAGES, name_of
+from tests.support.docs_reader import PAGES, name_of
 
 pytestmark = pytest.mark.checkout
 

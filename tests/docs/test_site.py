@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import commlib
-from commlib.cli import commands
-from manual import PAGES, ROOT
+from commlib.cli.main import commands
 from tests.docs.treated import recipe
+from tests.support.docs_reader import PAGES, ROOT
 
 pytestmark = [pytest.mark.checkout, pytest.mark.full]
 

@@ -7,8 +7,8 @@ import re
 import shlex
 import subprocess
 
-from manual import PAGES, ROOT, Command, all_commands, without_make
 from tests.docs.reading import Unreadable, read
+from tests.support.docs_reader import PAGES, ROOT, Command, all_commands, without_make
 
 COMMANDS = [c for page in PAGES for c in all_commands(page)]
 
@@ -57,8 +57,8 @@ CUT = {
     r"examples/two_levels\.py": "--layers 1 --steps 1",
     r"python (-P )?-m commlib$": "doctor --no-selftest",
     r"python -m commlib\.bench\.chaos": "--runs 1 --seed 1",
-    r"python tests/steady\.py": "--runs 0",
-    r"python tests/mutants\.py": "commlib/frame.py",
+    r"python -m tests\.support\.steady": "--runs 0",
+    r"python -m tests\.support\.mutants": "commlib/messaging/frame.py",
     r"python -m pytest ": "-n 0 --collect-only -q",
     r"python -m pytest .*-m gpu": "tests/compressors/kernels",
     r"pip install ": "--dry-run --no-index --no-build-isolation",  # all that it asks for is here, or it fails
@@ -96,7 +96,7 @@ TOLD = {
         "commlib train --comm half",
         "commlib train --comm float8",
     ),
-    "rounds": ("python -m commlib.bench.plan.converge > table.csv",),
+    "rounds": ("python -m commlib.bench.plan.convergence_measure > table.csv",),
     "help": ("commlib COMMAND --help",),
 }
 """Commands that belong together, in tests/docs/test_commands_told.py."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from commlib.bench.launch import run_ranks
+from commlib.bench.launch.processes import run_ranks
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "elastic.py"
 pytestmark = pytest.mark.checkout

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from commlib import endpoint_contract, testing
-from commlib.endpoint import Endpoint, Sent
-from commlib.endpoint_contract import Join, Make
+from commlib import testing
 from commlib.errors import CommlibError
-from commlib.frame import Buffer
-from commlib.keys import KeyPair
-from commlib.peers import Arrival
+from commlib.messaging.endpoint import Endpoint, Sent
+from commlib.messaging.frame import Buffer
+from commlib.messaging.keys import KeyPair
+from commlib.messaging.peers import Arrival
+from commlib.testing import endpoints
+from commlib.testing.endpoints import Join, Make
 from commlib.transports import inproc
 from commlib.transports.inproc import InProc
 from commlib.transports.zeromq import ZeroMQ
@@ -31,21 +32,21 @@ def join_with_keys(a: Endpoint, b: Endpoint) -> None:
 
 
 TRANSPORTS: dict[str, tuple[Make, Join]] = {
-    "inproc": (InProc, endpoint_contract.join),
-    "zeromq": (ZeroMQ, endpoint_contract.join),
+    "inproc": (InProc, endpoints.join),
+    "zeromq": (ZeroMQ, endpoints.join),
     "zeromq with keys": (with_keys, join_with_keys),
 }
 PROMISES = {
     check.__name__: check
     for check in (
-        endpoint_contract.check_frames,
-        endpoint_contract.check_order,
-        endpoint_contract.check_buffers,
-        endpoint_contract.check_back_pressure,
-        endpoint_contract.check_deadline,
-        endpoint_contract.check_close,
-        endpoint_contract.check_abort,
-        endpoint_contract.check_stranger,
+        endpoints.check_frames,
+        endpoints.check_order,
+        endpoints.check_buffers,
+        endpoints.check_back_pressure,
+        endpoints.check_deadline,
+        endpoints.check_close,
+        endpoints.check_abort,
+        endpoints.check_stranger,
     )
 }
 
@@ -59,7 +60,7 @@ def test_it_keeps(promise: str, transport: str) -> None:
 def test_check_endpoint_is_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     for name in PROMISES:
-        monkeypatch.setattr(f"commlib.endpoint_contract.{name}", lambda make, join, name=name: done.append(name))
+        monkeypatch.setattr(f"commlib.testing.endpoints.{name}", lambda make, join, name=name: done.append(name))
     testing.check_endpoint(InProc)
     assert done == list(PROMISES)
 
@@ -126,7 +127,7 @@ class Believing(InProc):
 def test_what_breaks_a_promise_is_found(kind: type[Endpoint], promise: str) -> None:
     impatient: Callable[..., Endpoint] = functools.partial(_impatient, kind)
     with pytest.raises((AssertionError, CommlibError)):
-        PROMISES[promise](impatient, endpoint_contract.join)
+        PROMISES[promise](impatient, endpoints.join)
 
 
 def _impatient(kind: type[Endpoint], rank: int, **options: Any) -> Endpoint:

@@ -15,14 +15,14 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from cluster import until
-from commlib.endpoint import Endpoint
 from commlib.errors import AuthenticationError, CommlibError, PeerLost
-from commlib.frame import Frame, Limits, encode
-from commlib.keys import KeyPair
-from commlib.transports import watch
+from commlib.messaging.endpoint import Endpoint
+from commlib.messaging.frame import Frame, Limits, encode
+from commlib.messaging.keys import KeyPair
+from commlib.transports import zeromq_monitor
 from commlib.transports.zeromq import ZeroMQ
-from wires import Wire
+from tests.support.server_cluster import until
+from tests.support.thread_groups import Wire
 
 MINE, YOURS, STRANGERS = (KeyPair.new() for _ in range(3))
 
@@ -285,7 +285,7 @@ def test_after_a_cut_of_an_idle_wire_all_goes_on_and_of_a_busy_one_nothing_is_lo
 
 
 def test_a_peer_that_died_is_named_long_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "GRACE_S", 1.0)
+    monkeypatch.setattr(zeromq_monitor, "GRACE_S", 1.0)
     script = (
         "import sys, commlib\n"
         "from commlib.transports.zeromq import ZeroMQ\n"

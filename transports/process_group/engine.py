@@ -19,11 +19,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from commlib.endpoint import Endpoint
 from commlib.errors import CommlibError, PeerLost, ProtocolError
-from commlib.schedule.steps import Free, Recv, Schedule, Send
+from commlib.messaging.endpoint import Endpoint
+from commlib.transports.process_group.algorithms.steps import Free, Recv, Schedule, Send
 
-from .going import Going
+from .collective_io import Going
 from .work import Work
 
 _LOOK_S = 0.25  # so long a call may lie there whose caller said that it would wait, and does not

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commlib.schedule.steps import Place
+from commlib.transports.process_group.algorithms.steps import Place
 
 _ProcessGroup: Any = dist.ProcessGroup  # its calls have two forms each; ours has those that torch.distributed uses
 

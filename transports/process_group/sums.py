@@ -8,18 +8,19 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from commlib.schedule import choice, reductions, sparse
+from commlib.transports.process_group.algorithms import choice, sparse
+from commlib.transports.process_group.algorithms import reduce as reduce_steps
 
-from .calls import Calls, Part
-from .flat import Flat, Sparse, flats, joined
-from .shapes import Parts, check, kind, one, shares, text
-from .values import fold, nbytes
+from .arguments import Parts, check, kind, one, shares, text
+from .base import Calls, Part
+from .host_tensors import Flat, Sparse, flats, joined
+from .reduce_ops import fold, nbytes
 from .work import Work
 
 _ALL_REDUCE = {
-    "straight": reductions.all_reduce,
-    "two_shot": reductions.all_reduce_two_shot,
-    "ring": reductions.all_reduce_ring,
+    "straight": reduce_steps.all_reduce,
+    "two_shot": reduce_steps.all_reduce_two_shot,
+    "ring": reduce_steps.all_reduce_ring,
 }
 
 
@@ -58,7 +59,7 @@ class Sums(Calls):
         out, root = Flat(one(tensors)), opts.rootRank
         name, how = fold(opts.reduceOp, out.values.dtype, self._place.size)
         around = choice.broadcast_around(self.line, self._place.size, out.values.nbytes)
-        schedule = (reductions.reduce_chain if around else reductions.reduce)(self._place, out.values, root, how)
+        schedule = (reduce_steps.reduce_chain if around else reduce_steps.reduce)(self._place, out.values, root, how)
         what = f"reduce({text(out.values)}, {name}, to rank {root})"
         return self._call([Part(what, schedule, [out], [out] if self._place.rank == root else [])], tensors, opts)
 
@@ -91,6 +92,6 @@ class Sums(Calls):
         check("reduce_scatter", parts, out.values, self._place.rank, self._place.size)
         name, how = fold(opts.reduceOp, out.values.dtype, self._place.size)
         around = choice.gather_around(self.line, self._place.size, nbytes(parts) // len(parts))
-        schedule = reductions.reduce_scatter_ring if around else reductions.reduce_scatter
+        schedule = reduce_steps.reduce_scatter_ring if around else reduce_steps.reduce_scatter
         what = f"reduce_scatter({sum(map(len, parts))} × {kind(out.values.dtype)}, {name})"
         return Part(what, schedule(self._place, out.values, parts, how), reads, [out])

@@ -6,9 +6,9 @@ import pytest
 import torch
 from commlib_clip8 import Clip8
 
-from commlib import registry
-from commlib.compressor import LayerSpec
-from commlib.simulate import exchange_once
+from commlib.codecs import registry
+from commlib.codecs.base import LayerSpec
+from commlib.planning.simulate import exchange_once
 from commlib.testing import check_compressor
 
 

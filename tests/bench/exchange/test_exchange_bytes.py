@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import pytest
 
-from commlib.bench.exchange.measure import measure
-from commlib.bench.exchange.pairs import BASELINE, Pair, choose
-from commlib.bench.exchange.rank import Job
-from commlib.bench.exchange.visit import Setting, Visit
+from commlib.bench.exchange.combinations import BASELINE, Pair, choose
+from commlib.bench.exchange.runner import measure
+from commlib.bench.exchange.trial import Setting, Visit
+from commlib.bench.exchange.worker import Job
 from commlib.bench.lab.rate import segment
-from commlib.bench.place import place
-from commlib.exchange import BY_ROWS, BY_SERVERS, EXCHANGES, OF_SPARSE
-from commlib.registry import compressors
+from commlib.bench.targets import place
+from commlib.codecs.registry import compressors
+from commlib.exchange.registry import BY_ROWS, BY_SERVERS, EXCHANGES, OF_SPARSE
 
 # 0.7 million values in two buckets; one layer is a vector that stays dense, and heights that do not divide.
 LAYERS = [

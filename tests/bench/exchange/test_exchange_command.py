@@ -14,14 +14,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from commlib.bench.exchange.combinations import BASELINE, Pair
 from commlib.bench.exchange.command import exchange
-from commlib.bench.exchange.measure import measure
-from commlib.bench.exchange.pairs import BASELINE, Pair
-from commlib.bench.exchange.rank import Doing, Job
-from commlib.bench.exchange.visit import Setting
-from commlib.bench.launch import RankFailed
-from commlib.bench.place import InLab, place
-from commlib.bench.record import read
+from commlib.bench.exchange.runner import measure
+from commlib.bench.exchange.trial import Setting
+from commlib.bench.exchange.worker import Doing, Job
+from commlib.bench.launch.processes import RankFailed
+from commlib.bench.results.record import read
+from commlib.bench.targets import InLab, place
 
 OWN = """
 def layers():

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from commlib.bench.lab import Lab, LabError, unavailable
-from commlib.bench.lab.keeper import NEEDED
-from commlib.bench.lab.wiring import congestion, cores
+from commlib.bench.lab.namespaces import NEEDED
+from commlib.bench.lab.network_commands import congestion, cores
 
 MakeLab = Callable[..., Lab]
 pytestmark = pytest.mark.alone

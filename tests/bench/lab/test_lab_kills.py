@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-import warm
 from commlib.bench.lab import Lab
+from commlib.bench.lab.events import Event
 from commlib.bench.lab.run import run_command
-from commlib.bench.lab.schedule import Event
-from commlib.bench.launch import Terminated, sigterm_raises
+from commlib.bench.launch.processes import Terminated, sigterm_raises
+from tests.support import forked_ranks
 
 _MARK = "COMMLIB_LAB_TEST"
 _DEADLINE_S = 120.0  # against hanging
@@ -103,7 +103,7 @@ def test_fifty_starts_and_random_kills_leave_nothing(no_lab: str | None) -> None
         pytest.skip(no_lab)
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     before = left(mark)
-    context = warm.context()
+    context = forked_ranks.context()
     killed: dict[str, int] = {}
     for each in kills(50):
         owner = context.Process(target=own_a_lab, args=(mark,))

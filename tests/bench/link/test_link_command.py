@@ -10,15 +10,15 @@ import pytest
 import torch
 import typer
 
-from commlib.bench.launch import RankFailed
-from commlib.bench.link import command, plot, table
+from commlib.bench.launch.processes import RankFailed
+from commlib.bench.link import command, plot, results
 from commlib.bench.link.backends import choose, known
+from commlib.bench.link.collectives import OPS
 from commlib.bench.link.command import link
-from commlib.bench.link.ops import OPS
-from commlib.bench.link.rank import Measured, Point, Settings
-from commlib.bench.record import Record, facts, read
+from commlib.bench.link.worker import Measured, Point, Settings
+from commlib.bench.results.record import Record, facts, read
 from commlib.errors import CommlibError, MissingDependency, PeerLost
-from commlib.stream import Stream
+from commlib.messaging.throughput import Stream
 
 COLUMNS = [
     *("backend", "op", "bytes", "reps", "seconds", "spread", "bus_gbit_s", "of_line"),
@@ -35,7 +35,7 @@ def record(found: list[Point], ranks: int = 4) -> Record:
     measured = Measured(LINE, found, {}, {})
     about = {"ranks": ranks, "hosts": 4, "ranks_per_host": 1, "rate": "200mbit"}
     run = facts(**about, backend="gloo", line_gbit_s=LINE.gbit_s, line_latency_us=20.0)
-    return Record("link", run, table.rows(measured, ranks))
+    return Record("link", run, results.rows(measured, ranks))
 
 
 def test_two_ranks_json_and_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_rows_of_a_perfect_line() -> None:
 
 def test_the_summary_has_a_row_for_every_operation() -> None:
     found = [*points("all_reduce", [1000, 64_000, 1_000_000, 4_000_000]), *points("gather", [1000, 4000])]
-    first, second = table.summary(record(found))
+    first, second = results.summary(record(found))
     assert first["op"] == "all_reduce"
     assert first["α µs"] == 1000
     assert first["of line"] == "100%"
@@ -113,12 +113,12 @@ def test_the_summary_has_a_row_for_every_operation() -> None:
 def test_what_was_left_out_is_said_with_the_option_that_brings_it_in() -> None:
     found = points("all_reduce", [1000, 1_000_000], alpha=0.0, beta=1e-7)
     measured = Measured(LINE, found, {("gloo", "all_reduce"): (4_000_000,)}, {("gloo", "reduce"): "not supported"})
-    refused, missing = table.notes(measured, 2)
+    refused, missing = results.notes(measured, 2)
     assert refused == "gloo cannot reduce: not supported"
     assert "from 4 MB on: all_reduce" in missing
     needed = int(missing.partition("--seconds ")[2].split()[0])
     assert needed >= 5 * (0.1 + 0.4)
-    assert table.notes(Measured(LINE, found, {}, {}), 2) == []
+    assert results.notes(Measured(LINE, found, {}, {}), 2) == []
 
 
 def test_the_picture_says_what_it_shows() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from commlib.bench.lab import Lab
-from commlib.bench.launch import run_ranks
+from commlib.bench.launch.processes import run_ranks
 from commlib.bench.link import stream
 from commlib.bench.link.stream import measure_line
-from commlib.stream import Stream
-from commlib.world import World
-from fleet import Fleet, RankFailed
+from commlib.groups.world import World
+from commlib.messaging.throughput import Stream
+from tests.support.rank_pool import Fleet, RankFailed
 
 
 def measure_twice(world: World) -> list[Stream | None]:

@@ -14,13 +14,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from commlib import cli
 from commlib.bench.plan import table
+from commlib.bench.plan.assumptions import RANKS, Setting
 from commlib.bench.plan.command import plan
+from commlib.bench.plan.known_models import MODELS, known
 from commlib.bench.plan.schemes import SCHEMES, outcomes
-from commlib.bench.plan.setting import RANKS, Setting
-from commlib.bench.plan.zoo import MODELS, known
-from commlib.bench.report import table_width
+from commlib.bench.results.table import table_width
+from commlib.cli import main
 from commlib.errors import MissingDependency
 
 APP = typer.Typer()
@@ -177,11 +177,11 @@ def test_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_mistake_gets_one_line(
     args: Sequence[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    entry = EntryPoint("plan", "commlib.bench.plan.command:plan", cli.GROUP)
-    monkeypatch.setattr(cli, "commands", lambda: {"plan": entry})
+    entry = EntryPoint("plan", "commlib.bench.plan.command:plan", main.GROUP)
+    monkeypatch.setattr(main, "commands", lambda: {"plan": entry})
     monkeypatch.delenv("COMMLIB_DEBUG", raising=False)
     with pytest.raises(SystemExit) as e:
-        cli.main(["plan", *args])
+        main.main(["plan", *args])
     out, err = capsys.readouterr()
     assert e.value.code == 2
     assert out == ""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from commlib.bench.plan import published
+from commlib.bench.plan.assumptions import Setting
+from commlib.bench.plan.known_models import known
 from commlib.bench.plan.schemes import SCHEMES, outcomes
-from commlib.bench.plan.setting import Setting
-from commlib.bench.plan.zoo import known
-from commlib.bench.report import Row
+from commlib.bench.results.table import Row
 
 
 def test_the_points_are_those_that_were_published() -> None:

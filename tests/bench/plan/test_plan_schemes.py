@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlib import cost
-from commlib.bench.plan.layers import Layer, Model, plain
+from commlib.bench.plan.assumptions import RANKS, Setting, parse_ranks
+from commlib.bench.plan.known_models import known
+from commlib.bench.plan.model import Layer, Model, plain
 from commlib.bench.plan.schemes import SCHEMES, Outcome, crossover, outcomes
-from commlib.bench.plan.setting import RANKS, Setting, parse_ranks
 from commlib.bench.plan.steps import BUCKET, BYTES, FIRST_BUCKET, alone_s, buckets, one_pass
-from commlib.bench.plan.zoo import known
-from commlib.timeline import step_seconds
-from tiers import examples
+from commlib.planning.cost import volume
+from commlib.planning.cost.timeline import step_seconds
+from tests.support.tiers import examples
 
 
 def conv(name: str, parameters: int, flops: int) -> Layer:
@@ -132,7 +132,7 @@ def test_auto_takes_owners_where_a_tall_layer_has_rows_that_are_long_to_multiply
 def test_adam_waits_for_the_owner() -> None:
     layer = fc("fc", 4096, 4096, 1)
     s, p = Setting(gbit=1.0, latency_us=5.0, tflops=100_000.0, batch=32), 8
-    moved = 4 * cost.adam_colocated(cost.Shape(4096, 4096, 32, p, p))
+    moved = 4 * volume.adam_colocated(volume.Shape(4096, 4096, 32, p, p))
     assert moved == 4 * 119_275_520
     found = by_scheme(model(layer), s, p)["adam"]
     assert found.step_s == pytest.approx(moved * 8e-9 + 10e-6, rel=1e-3)

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlib.exchange import EXCHANGES
-from commlib.layer import LayerSpec
-from commlib.memory import MemoryStore
-from commlib.registry import make
-from commlib.route import resolve
-from commlib.simulate import exchange_once
-from tiers import examples
+from commlib.codecs.memory_store import MemoryStore
+from commlib.codecs.registry import make
+from commlib.exchange.registry import EXCHANGES
+from commlib.planning.route import resolve
+from commlib.planning.simulate import exchange_once
+from commlib.runtime.layer import LayerSpec
+from tests.support.tiers import examples
 
 ORDERS = ("magnitude", "fifo", "random")
 

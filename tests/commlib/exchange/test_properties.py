@@ -10,18 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlib.compressor import LayerSpec, Seeds
-from commlib.exchange import EXCHANGES
-from commlib.exchange.item import Item
+from commlib.codecs.base import LayerSpec, Seeds
+from commlib.codecs.memory_store import MemoryStore
+from commlib.codecs.registry import compressors, make
+from commlib.codecs.slots import Memory
+from commlib.exchange.layer_task import Item
+from commlib.exchange.registry import EXCHANGES
 from commlib.exchange.scatter_gather import stripes
-from commlib.memory import MemoryStore
-from commlib.registry import compressors, make
-from commlib.route import Route
-from commlib.simulate import exchange_once, run
-from commlib.slots import Memory
-from commlib.stats import Meter
-from commlib.world import World
-from tiers import examples, full
+from commlib.groups.world import World
+from commlib.planning.route import Route
+from commlib.planning.simulate import exchange_once, run
+from commlib.telemetry.stats import Meter
+from tests.support.tiers import examples, full
 
 BLOCKS = "blocks:keep=0.3,staleness=4,block=16"  # several to a layer
 MOMENTUM_FREE = {"dgc": "dgc:ratio=0.05,momentum=0", "topk": "topk:ratio=0.05", "randomk": "randomk:ratio=0.05"}

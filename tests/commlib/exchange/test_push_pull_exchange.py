@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from commlib.collective import Among, PushPull
-from commlib.compressor import Seeds
+from commlib.codecs.base import Seeds
+from commlib.codecs.registry import make
+from commlib.codecs.slots import Memory
 from commlib.exchange import push_pull
-from commlib.exchange.item import Item
-from commlib.layer import LayerSpec
-from commlib.registry import make
-from commlib.route import resolve
-from commlib.simulate import exchange_once
-from commlib.slots import Memory
-from commlib.stats import Meter
-from commlib.world import World
+from commlib.exchange.collectives import Among, PushPull
+from commlib.exchange.layer_task import Item
+from commlib.groups.world import World
+from commlib.planning.route import resolve
+from commlib.planning.simulate import exchange_once
+from commlib.runtime.layer import LayerSpec
+from commlib.telemetry.stats import Meter
 
 
 def item(grad: Tensor, name: str = "layer") -> Item:

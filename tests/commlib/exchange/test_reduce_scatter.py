@@ -7,15 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.collective import AllToAll
-from commlib.compressor import LayerSpec, Memory, Seeds
+from commlib.codecs.base import LayerSpec, Memory, Seeds
+from commlib.codecs.registry import make
 from commlib.exchange import reduce_scatter
-from commlib.exchange.item import Item
-from commlib.registry import make
-from commlib.route import Route, resolve
-from commlib.stats import Meter
-from commlib.world import World
-from toy import Meeting
+from commlib.exchange.collectives import AllToAll
+from commlib.exchange.layer_task import Item
+from commlib.groups.world import World
+from commlib.planning.route import Route, resolve
+from commlib.telemetry.stats import Meter
+from tests.support.tiny_ddp import Meeting
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4)
 

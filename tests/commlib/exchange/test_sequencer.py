@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commlib.collective import AllReduce, Rounds, Scope
+from commlib.exchange.collectives import AllReduce, Rounds, Scope
 from commlib.exchange.sequencer import Sequencer
-from commlib.world import World
-from fleet import Fleet
-from toy import heard, say
+from commlib.groups.world import World
+from tests.support.rank_pool import Fleet
+from tests.support.tiny_ddp import heard, say
 
 
 def products(world: World) -> list[Tensor]:

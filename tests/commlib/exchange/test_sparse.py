@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from commlib.compressor import LayerSpec, Memory, Seeds
-from commlib.exchange import EXCHANGES
-from commlib.exchange.item import Item
-from commlib.layer import LayerSpec as Spec
-from commlib.model import layer_specs
-from commlib.planning import make_plan
-from commlib.registry import make
-from commlib.route import Route, resolve
-from commlib.simulate import run
-from commlib.stats import Meter
-from commlib.world import World
+from commlib.codecs.base import LayerSpec, Memory, Seeds
+from commlib.codecs.registry import make
+from commlib.exchange.layer_task import Item
+from commlib.exchange.registry import EXCHANGES
+from commlib.groups.world import World
+from commlib.planning.planner import make_plan
+from commlib.planning.route import Route, resolve
+from commlib.planning.simulate import run
+from commlib.runtime.layer import LayerSpec as Spec
+from commlib.runtime.layers import layer_specs
+from commlib.telemetry.stats import Meter
 
 CPU = torch.device("cpu")
 HEIGHT = 9

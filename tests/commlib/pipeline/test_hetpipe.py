@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from commlib.consistency import WSP
 from commlib.errors import CommlibError, PeerLost
-from commlib.handshake import store_of
+from commlib.groups.handshake import store_of
+from commlib.groups.world import World
 from commlib.pipeline.hetpipe import HetPipe
-from commlib.pipeline.order import depth
-from commlib.world import World
-from fleet import Fleet
-from traces import shown
+from commlib.pipeline.schedule import depth
+from commlib.server.job.consistency import WSP
+from tests.support.rank_pool import Fleet
+from tests.support.trace_reader import shown
 
 STAGES, WORKERS = 2, 2
 

@@ -16,17 +16,17 @@ from torch.utils.checkpoint import checkpoint
 
 import commlib
 from commlib.errors import PlanMismatch
-from commlib.placement.layer import PlacedLinear, placed_layers
-from commlib.placement.state import (
+from commlib.groups.world import World
+from commlib.placement.linear import PlacedLinear, placed_layers
+from commlib.placement.state_dict import (
     clip_grad_norm_,
     full_optimizer_state_dict,
     full_state_dict,
     load_full_optimizer_state_dict,
     load_full_state_dict,
 )
-from commlib.world import World
-from fleet import Fleet, RankFailed
-from tiers import full
+from tests.support.rank_pool import Fleet, RankFailed
+from tests.support.tiers import full
 
 WIDTHS = (11, 13)  # no number of ranks divides them
 

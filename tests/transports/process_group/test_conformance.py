@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import commlib  # noqa: F401  # registers the backend
-from commlib.world import World
-from fleet import Fleet
-from tiers import full
+from commlib.groups.world import World
+from tests.support.rank_pool import Fleet
+from tests.support.tiers import full
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16,

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commlib.errors import PeerLost, ProtocolError
-from commlib.transports.process_group.group import ZmqGroup
-from wires import WiredStore, each, groups, set_deadline
+from commlib.transports.process_group.process_group_group import ZmqGroup
+from tests.support.thread_groups import WiredStore, each, groups, set_deadline
 
 REPEAT = int(os.environ.get("COMMLIB_REPEAT", "3"))
 SIZE, CALLS, SECONDS = 3, 12, 1.0

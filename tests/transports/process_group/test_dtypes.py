@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from commlib.buffers import from_buffer
-from commlib.transports.process_group.group import ZmqGroup
-from wires import each, groups
+from commlib.messaging.buffers import from_buffer
+from commlib.transports.process_group.process_group_group import ZmqGroup
+from tests.support.thread_groups import each, groups
 
 ADDED = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,

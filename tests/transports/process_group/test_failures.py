@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from commlib.errors import PeerLost, ProtocolError
-from commlib.transports.process_group.group import ZmqGroup
-from commlib.transports.process_group.options import Options
-from wires import each, groups, new_store, said, set_deadline
+from commlib.transports.options import Options
+from commlib.transports.process_group.process_group_group import ZmqGroup
+from tests.support.thread_groups import each, groups, new_store, said, set_deadline
 
 ENDLESS_S = 600.0
 """A deadline that no test waits for: pytest's own is shorter."""
@@ -209,8 +209,8 @@ def test_an_operation_that_there_is_not_is_refused(op: Any, dtype: torch.dtype, 
 
 
 def test_a_rank_that_never_comes_to_make_the_group_is_named() -> None:
-    from commlib.transports.process_group.meeting import hear, say
-    from commlib.world import World
+    from commlib.groups.world import World
+    from commlib.transports.process_group.rendezvous import hear, say
 
     store = new_store()
     say(store, "k", World(1, 3), "here")

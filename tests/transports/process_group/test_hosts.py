@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from commlib import keys
+from commlib.messaging import keys
 
 PROGRAM = """
 import datetime, torch, torch.distributed as dist

@@ -18,15 +18,15 @@ import pytest
 import torch
 import zmq
 
-from commlib import keys
 from commlib.errors import AuthenticationError, CommlibError, PeerLost
-from commlib.frame import Frame, encode
-from commlib.transports.process_group import meeting
-from commlib.transports.process_group.create import create
-from commlib.transports.process_group.group import ZmqGroup
-from commlib.transports.process_group.options import Options
+from commlib.messaging import keys
+from commlib.messaging.frame import Frame, encode
+from commlib.transports.options import Options
+from commlib.transports.process_group import rendezvous
+from commlib.transports.process_group.factory import create
+from commlib.transports.process_group.process_group_group import ZmqGroup
 from commlib.transports.zeromq import ZeroMQ
-from wires import each, groups, new_store
+from tests.support.thread_groups import each, groups, new_store
 
 A, B, STRANGER = (keys.KeyPair.new() for _ in range(3))
 
@@ -133,7 +133,7 @@ def test_a_rank_whose_key_is_not_allowed_ends_the_meeting_with_its_name(
     def alone(*args: object) -> None:
         raise PeerLost("it allows rank 0, which will not speak to it")
 
-    monkeypatch.setattr(meeting, "measure", alone)  # where rank 1 would wait for rank 0 until its deadline
+    monkeypatch.setattr(rendezvous, "measure", alone)  # where rank 1 would wait for rank 0 until its deadline
     both = groups(2, options=[Options(keys=A), Options(keys=STRANGER)])
     with pytest.raises(AuthenticationError, match=r"rank 1 at tcp://.* has key .*, which is not allowed here"):
         both.__enter__()

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
-from commlib.world import World
-from fleet import Fleet
-from tiers import full
+from commlib.groups.world import World
+from tests.support.rank_pool import Fleet
+from tests.support.tiers import full
 
 SPECS = [
     "plain", "none", "fp16", "onebit", "onebit@scatter_gather", "int8", "qsgd", "topk:ratio=0.1",

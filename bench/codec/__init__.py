@@ -1,0 +1,1 @@
+"""``commlib bench codec``: what codecs cost."""

@@ -1,0 +1,215 @@
+"""What one rank of ``commlib bench link`` does: the raw line, then every operation of every backend."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import math
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commlib.bench.launch.child import tell
+from commlib.errors import CommlibError
+from commlib.messaging.throughput import Stream
+
+from . import sweep
+from .collectives import OPS, Op, Run, wrong
+from .sizes import whole
+from .stream import measure_line
+
+_TIMEOUT = datetime.timedelta(seconds=120)  # of one collective; a size that takes longer is not begun
+_CHECKED = 64  # values a rank contributes to the check of each operation
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What to measure: names and sizes in order, and how long it may take."""
+
+    backends: tuple[str, ...]
+    ops: tuple[str, ...]
+    sizes: tuple[int, ...]
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One operation at one size; ``seconds`` are the slowest rank's, one for every repetition."""
+
+    backend: str
+    op: str
+    bytes: int
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Seconds of the repetition in the middle."""
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """(q75 − q25) / median."""
+        q25, _, q75 = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return (q75 - q25) / self.median
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """What is being measured, and how many (backend, operation) pairs are done."""
+
+    backend: str
+    op: str
+    bytes: int
+    done: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What a run gives; ``left_out`` are the sizes there was no time for, ``cannot`` what a backend refused."""
+
+    line: Stream | None
+    points: list[Point]
+    left_out: dict[tuple[str, str], tuple[int, ...]]
+    cannot: dict[tuple[str, str], str]
+
+
+def main(settings: Settings) -> Measured:
+    """Measure all of it; every rank returns the same.
+
+    Raises:
+        ValueError: a backend that cannot be had here.
+        CommlibError: a collective gave wrong values, or a rank is gone.
+    """
+    if "nccl" in settings.backends:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    first, *others = settings.backends
+    _make(first, lambda: dist.init_process_group(first, timeout=_TIMEOUT))
+    groups = {first: dist.group.WORLD}
+    for name in others:
+        groups[name] = _make(name, lambda name=name: dist.new_group(backend=name, timeout=_TIMEOUT))
+    began = time.monotonic()
+    line = measure_line(min(1.0, settings.seconds / 20))
+    result = Measured(line, [], {}, {})
+    bench = {name: Bench(name, group) for name, group in groups.items()}
+    left = settings.seconds - bench[first].slowest([time.monotonic() - began])[0]
+    pairs = [(backend, OPS[op]) for backend in settings.backends for op in settings.ops]
+    for i, (backend, op) in enumerate(pairs):
+        share = sweep.share(left, len(pairs) - i, settings.seconds / len(pairs))
+        left -= bench[backend].measure(op, settings.sizes, share, result, done=i)
+    return result
+
+
+class Bench:
+    """One backend's group, timed in step."""
+
+    def __init__(self, name: str, group: Any) -> None:
+        self.name, self.group = name, group
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.device = _device(name)
+        self._token = torch.zeros(1, device=self.device)
+
+    def measure(self, op: Op, sizes: Sequence[int], share: float, into: Measured, *, done: int) -> float:
+        """One operation at all sizes the share (seconds) has time for; the seconds it took on the slowest rank."""
+        began = time.monotonic()
+        _say(Progress(self.name, op.name, 0, done))
+        refused = self._try(op)
+        if refused is not None:
+            into.cannot[self.name, op.name] = refused
+            return self._since(began)
+        runs: list[Run] = []
+        known: list[tuple[int, float]] = []
+        a_byte = 8e-9 / into.line.gbit_s if into.line else math.inf
+        for i, size in enumerate([0] if op.name == "barrier" else sizes):
+            first, left = [t for _, t in known], share - self._since(began)
+            if i and not sweep.affordable(sweep.expected(size, known, a_byte), first, left):
+                into.left_out[self.name, op.name] = tuple(sizes[i:])
+                break
+            _say(Progress(self.name, op.name, size, done))
+            values = whole(size, self.ranks) // 4
+            runs.append(op.prepare(values, self.ranks, self.rank, self.device, self.group).run)
+            known.append((size, self._probe(runs[-1], left)))
+        first = [t for _, t in known]
+        times: list[list[float]] = [[] for _ in runs]
+        for counts in sweep.repetitions(first, share - self._since(began)):
+            for run, seconds, count in zip(runs, times, counts, strict=True):
+                seconds += [self.once(run) for _ in range(count)]
+        for size, seconds in zip(sizes, times, strict=False):
+            nbytes = 0 if op.name == "barrier" else whole(size, self.ranks)
+            into.points.append(Point(self.name, op.name, nbytes, tuple(self.slowest(seconds))))
+        return self._since(began)
+
+    def _probe(self, run: Run, left: float) -> float:
+        """About how long it takes, after a first time that does not count."""
+        self.once(run)
+        (each,) = self.slowest([self.once(run)])
+        again = [self.once(run) for _ in range(sweep.probe_again(each, left))]
+        return min([each, *self.slowest(again)]) if again else each
+
+    def once(self, run: Run) -> float:
+        """Seconds from the moment all ranks are there until this one is done."""
+        if self.device.type == "cpu":
+            dist.barrier(self.group)
+        else:
+            dist.all_reduce(self._token, group=self.group)  # a barrier, on the device
+        self._wait()
+        start = time.perf_counter()
+        run()
+        self._wait()
+        return time.perf_counter() - start
+
+    def slowest(self, seconds: Sequence[float]) -> list[float]:
+        """Of every figure the largest any rank has: the same on all."""
+        figures = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=self.group)
+        return [float(x) for x in figures.cpu()]
+
+    def _since(self, began: float) -> float:
+        """Seconds since then, on the rank where they are most."""
+        return self.slowest([time.monotonic() - began])[0]
+
+    def _try(self, op: Op) -> str | None:
+        """Check what the operation moves, once; why the backend cannot do it, or None.
+
+        Raises:
+            CommlibError: the values are wrong, on whichever rank.
+        """
+        values = _CHECKED * self.ranks
+        error, refused = None, None
+        try:
+            buffers = op.prepare(values, self.ranks, self.rank, self.device, self.group)
+            error = wrong(op, buffers, values, self.ranks, self.rank)
+        except (RuntimeError, NotImplementedError) as e:
+            refused = str(e).splitlines()[0]
+        bad, no = self.slowest([float(error is not None), float(refused is not None)])
+        if bad:
+            raise CommlibError(f"backend {self.name} gave wrong values: {error or 'on another rank'}")
+        return (refused or "refused by another rank") if no else None
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _make(name: str, make: Any) -> Any:
+    try:
+        return make()
+    except (RuntimeError, ValueError) as e:
+        raise CommlibError(f"backend {name} cannot be used here: {str(e).splitlines()[0]}") from e
+
+
+def _device(backend: str) -> torch.device:
+    """Where a backend's tensors live: the CPU, if it can do that."""
+    kinds = dist.Backend.backend_capability.get(backend, ["cpu"])
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device(kinds[0], torch.cuda.current_device()) if kinds[0] == "cuda" else torch.device(kinds[0])
+
+
+def _say(progress: Progress) -> None:
+    if dist.get_rank() == 0:
+        tell(progress)

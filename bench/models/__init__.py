@@ -1,0 +1,1 @@
+"""Models for benchmarks: the shapes of published networks, and one that only hands out gradients."""

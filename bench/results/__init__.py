@@ -1,0 +1,1 @@
+"""Records of benchmark results, tables, bytes at the sockets."""

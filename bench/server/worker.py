@@ -1,0 +1,137 @@
+"""What one rank of the benchmark does."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+import commlib
+from commlib.bench.link.stream import measure_line
+
+from .cores import busy_share, ticks
+from .model import network
+from .ring_throughput import Ring, measure_ring
+
+_WARM = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is measured.
+
+    Args:
+        rule: of consistency.
+        layers, nbytes: of the model.
+        forward_s, backward_s: seconds that it computes, in the second part.
+        steps: timed in each visit.
+        rounds: visits to each way, in turn.
+        chunk: bytes of a chunk, at most; None: what fits the link.
+    """
+
+    rule: str
+    layers: int
+    nbytes: int
+    forward_s: float
+    backward_s: float
+    steps: int
+    rounds: int
+    chunk: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Visit:
+    """What a visit to one way took.
+
+    Args:
+        step_s: seconds a step of the slowest rank, the median of the visit's.
+        cores: busy share of this rank's machine's cores meanwhile; None where that is not to be had.
+    """
+
+    step_s: float
+    cores: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """What was found; the ways' by visit.
+
+    Args:
+        line_gbit_s: a raw TCP stream's from one rank to one other, all others quiet; None for one rank.
+        ring: raw TCP streams of all ranks at once; None for one rank.
+        chunk: bytes of a chunk, at most.
+        bare: pushes and pulls alone, nothing computed.
+        first_first: as by_layer, and what the next forward pass needs first is sent first.
+        by_layer: with a network that computes, each layer waiting for its own values.
+        joined: the same, all waiting for all before the first layer.
+    """
+
+    line_gbit_s: float | None
+    ring: Ring | None
+    chunk: int
+    bare: list[Visit]
+    first_first: list[Visit]
+    by_layer: list[Visit]
+    joined: list[Visit]
+
+
+def main(job: Job) -> Figures:
+    """Measures; every rank gets the same figures, but for the cores of its own machine. Collective."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    line = measure_line(1.0)
+    ring = measure_ring(2.0)
+    bare = _Way(job, 0.0, 0.0)
+    found = Figures(line.gbit_s if line else None, ring, bare.chunk, [], [], [], [])
+    for _ in range(job.rounds):
+        found.bare.append(bare.visit(joined=False))
+    bare.close()
+    computing, urgent = (_Way(job, job.forward_s, job.backward_s, priority=p) for p in (False, True))
+    for _ in range(job.rounds):
+        found.by_layer.append(computing.visit(joined=False))
+        found.first_first.append(urgent.visit(joined=False))
+        found.joined.append(computing.visit(joined=True))
+    computing.close()
+    urgent.close()
+    dist.destroy_process_group()
+    return found
+
+
+class _Way:
+    """A model with its servers."""
+
+    def __init__(self, job: Job, forward_s: float, backward_s: float, *, priority: bool = False) -> None:
+        self._job, self._model = job, network(job.layers, job.nbytes, forward_s, backward_s)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
+        self._server = commlib.ParameterServer(
+            self._model, self._optimizer, job.rule, nbytes=job.chunk, priority=priority
+        )
+
+        self.chunk = self._server.nbytes
+
+    def visit(self, *, joined: bool) -> Visit:
+        """Some steps for warmth, then those that are timed."""
+        for _ in range(_WARM):
+            self._step(joined)
+        before = ticks()
+        taken = [self._step(joined) for _ in range(self._job.steps)]
+        cores = busy_share(before, ticks())
+        self._server.sync()
+        slowest = torch.tensor(statistics.median(taken))
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return Visit(float(slowest), cores)
+
+    def _step(self, joined: bool) -> float:
+        begun = time.perf_counter()
+        if joined:
+            self._server.wait()
+        self._model(torch.zeros(1, requires_grad=True)).sum().backward()
+        self._server.step()
+        return time.perf_counter() - begun
+
+    def close(self) -> None:
+        self._server.close()
+        dist.barrier()

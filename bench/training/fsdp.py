@@ -1,0 +1,138 @@
+"""Who races under FSDP2: plain FSDP2, and commlib's codecs for gradients and parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+import commlib
+from commlib.codecs.base import LayerSpec
+from commlib.exchange.registry import BY_ROWS, BY_SERVERS
+from commlib.fsdp.plan import codecs_of, plan_of
+
+from .configurations import PLACED, Contender, pick
+from .workloads import Course
+
+if TYPE_CHECKING:
+    from commlib.fsdp.state import ShardedState  # not when running: FSDP2 takes a while to import
+
+BASELINE = "fsdp2"
+COMMLIB = ("none", "int8", "int8+int8", "int4+int8", "onebit", "onebit+int8", "topk:ratio=0.01")
+QUICK = (BASELINE, "none", "int8", "int8+int8", "onebit+int8")
+
+_PLUS = re.compile(r"\+(?=\s*[A-Za-z_])")  # before the name of a codec; that of 1e+3 stands before a digit
+_ANY = LayerSpec("any", (64, 64))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded(Contender):
+    """One way for gradients and parameters to travel under FSDP2.
+
+    Args:
+        name: ``fsdp2``; or ``GRADIENTS`` or ``GRADIENTS+PARAMETERS``, specs of commlib's codecs.
+        by: ``pytorch`` or ``commlib``.
+        exact: whether gradients and parameters are what FSDP2 would have.
+    """
+
+    @property
+    def managed(self) -> bool:
+        """No bandwidth manager chooses here."""
+        return False
+
+    def wrap(
+        self, course: Course, group: Any, timeout: float, bucket_cap_mb: float | None = None
+    ) -> tuple[nn.Module, ShardedState | None]:
+        """As :meth:`Contender.wrap`; there are no buckets.
+
+        Raises:
+            CommlibError: this PyTorch's FSDP2 cannot be given a communication.
+        """
+        course.shard(group)
+        if self.by != "commlib":
+            return course.module, None
+        gradients, parameters = split(self.name)
+        return course.module, commlib.attach(course.module, gradients, parameters=parameters, timeout=timeout)
+
+
+def split(spec: str) -> tuple[str, str | None]:
+    """The specs of gradients and of parameters (None: as they are).
+
+    Raises:
+        ValueError: one of them is missing, or there are more.
+
+    >>> split("topk:ratio=0.1,values=int8+bf16")
+    ('topk:ratio=0.1,values=int8', 'bf16')
+    """
+    parts = [part.strip() for part in _PLUS.split(spec)]
+    if len(parts) > 2 or not all(parts) or parts[-1].endswith("+"):
+        raise ValueError(
+            f"--comm {spec!r}: with --fsdp2 it is GRADIENTS or GRADIENTS+PARAMETERS, a codec each, as int8+int8; "
+            "none+int8 leaves the gradients as they are"
+        )
+    return parts[0], parts[1] if len(parts) > 1 else None
+
+
+def choose(comm: Sequence[str], only: Sequence[str], world_size: int, *, quick: bool = False) -> list[Contender]:
+    """The contenders under FSDP2, the baseline first.
+
+    Args:
+        comm: commlib's, instead of :data:`COMMLIB`.
+        only: names of those that shall race; the baseline does in any case. Empty: all, or :data:`QUICK`.
+        world_size: ranks that share the parameters out.
+        quick: without ``comm`` and ``only``, only those of :data:`QUICK`.
+
+    Raises:
+        ValueError: a name or a spec that is not known or not for FSDP2, or one given twice.
+    """
+    for name in only:
+        if name.startswith("torch-") or name == "ddp":
+            raise ValueError(f"--only {name}: it is DDP's, and there is no DDP with --fsdp2: leave one of them out")
+    ours = [Sharded(c, "commlib", _exact(c, world_size)) for c in comm or COMMLIB]
+    return pick([Sharded(BASELINE, "pytorch", True), *ours], only, QUICK if quick and not comm else ())
+
+
+def check_options(*, backward_s: float | None, limit: str | None, hierarchy: bool, bucket_cap_mb: float | None) -> None:
+    """Raises ValueError if an option was given that FSDP2 has nothing for.
+
+    Args:
+        backward_s: seconds of a simulated backward pass; None: the model is real.
+        limit, hierarchy, bucket_cap_mb: as the command has them.
+    """
+    found = {
+        "--compute simulated": (backward_s is not None, "prepared gradients have no passes that parameters come for"),
+        "--limit": (limit is not None, "commlib's limit of what is sent is of DDP only"),
+        "--hierarchy": (hierarchy, "commlib's sums inside nodes are of DDP only (under FSDP2 a mesh does it: HSDP)"),
+        "--bucket-cap-mb": (bucket_cap_mb is not None, "buckets are DDP's; FSDP2 sends what was sharded together"),
+    }
+    for option, (given, why) in found.items():
+        if given:
+            raise ValueError(f"{option} does not go with --fsdp2: {why}; leave one of them out")
+
+
+def _exact(spec: str, world_size: int) -> bool:
+    """Whether gradients and parameters stay as they are; raises ValueError if it is no spec for FSDP2."""
+    head = spec.partition("@")[0].partition(":")[0].strip()
+    for heads, why in _OF_DDP:
+        if head in heads or (head.startswith("torch-") and "torch-" in heads):
+            raise ValueError(f"--comm {spec!r} is not for --fsdp2: {why}; name a codec, as int8 or int8+int8")
+    gradients, parameters = split(spec)
+    try:
+        plan = plan_of([_ANY], gradients, world=world_size, min_size=0, replicas=None)
+        coded = codecs_of([_ANY], parameters, min_size=0)
+    except (TypeError, ValueError) as e:
+        raise ValueError(f"--comm {spec!r} with --fsdp2: {e}") from e
+    return all(p.route.codec.lossless for p in plan) and not coded
+
+
+_OF_DDP = (
+    (("auto", "lossy"), "it chooses by measurement, which is done for DDP only"),
+    ((PLACED,), "layers are placed under DDP only"),
+    (tuple(BY_ROWS), "the rows of a layer's input are not caught under FSDP2"),
+    (tuple(BY_SERVERS), "parameter servers are of DDP only"),
+    (("torch-", "ddp"), "it is DDP's"),
+    ((BASELINE,), "it is the baseline, and races in any case"),
+)

@@ -1,0 +1,82 @@
+"""Spec strings and the door through which codecs come in.
+
+Codecs are found through the entry-point group ``commlib.compressors``: ours and a third party's
+alike. A spec string names one with its options::
+
+    name[:option=value[,option=value…]]          topk:ratio=0.01,values=int8
+
+``ef=on`` and ``ef=off`` are understood for every codec and switch error feedback; by default biased
+codecs have it and unbiased ones do not. ``ef=0.95`` has a residual that decays by so much a step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint
+
+from commlib.codecs.base import Compressor
+from commlib.codecs.error_feedback import ErrorFeedback, with_default_feedback
+from commlib.runtime.plugins import build, fetch, installed, split, switch
+
+GROUP = "commlib.compressors"
+
+
+@functools.cache
+def compressors() -> Mapping[str, EntryPoint]:
+    """Name → entry point of every installed codec, read-only.
+
+    Raises:
+        ValueError: if two distributions offer different codecs under one name.
+    """
+    return installed(GROUP, "codecs")
+
+
+def load(name: str) -> type[Compressor]:
+    """The codec class of that name.
+
+    Raises:
+        ValueError: unknown name; the message lists what is known and the nearest.
+        MissingDependency: the codec's module needs a package that is not installed.
+        TypeError: the entry point is no Compressor.
+    """
+    known = compressors()
+    cls = fetch("compressor", name, known)
+    if not (isinstance(cls, type) and issubclass(cls, Compressor)):
+        raise TypeError(f"entry point {known[name].value} of compressor {name!r} is not a commlib.Compressor")
+    return cls
+
+
+def make(spec: str | Compressor) -> Compressor:
+    """A codec from its spec string, error feedback included; a Compressor gets its default feedback.
+
+    Raises:
+        ValueError: unknown codec or option, or a value out of range.
+    """
+    if isinstance(spec, Compressor):
+        return with_default_feedback(spec)
+    if not isinstance(spec, str):
+        raise TypeError(f"a compressor is a spec string or a Compressor, not {type(spec).__name__}")
+    name, options = split("compressor", spec)
+    feedback = _feedback(spec, options.pop("ef")) if "ef" in options else None
+    codec = _build(name, options)
+    if feedback is None:
+        return with_default_feedback(codec)
+    return ErrorFeedback(codec, feedback) if feedback else codec
+
+
+def make_plain(spec: str) -> Compressor:
+    """A codec without error feedback, as a part of another one (``values=int8``)."""
+    return _build(*split("compressor", spec))
+
+
+def _feedback(spec: str, text: str) -> float:
+    """What residuals decay by: 1 for ``on``, 0 for ``off``."""
+    try:
+        return float(text)
+    except ValueError:
+        return float(switch(spec, "ef", text))
+
+
+def _build(name: str, options: Mapping[str, str]) -> Compressor:
+    return build(load(name), name, options, also=("ef",))

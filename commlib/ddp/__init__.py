@@ -1,0 +1,1 @@
+"""Communication hook for DistributedDataParallel, and what attaching, detaching and swapping it take."""

@@ -1,0 +1,193 @@
+"""A bucket's exchanges: its parameters, each with its route in the step under way and what its codec remembers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from commlib.codecs.base import LayerSpec, Memory, Seeds
+from commlib.codecs.memory_store import MemoryStore
+from commlib.ddp.finite import spans
+from commlib.ddp.plain import PlainBucket, PlainBuckets
+from commlib.exchange import two_level
+from commlib.exchange.buffers import Arena
+from commlib.exchange.chunking import Routes, in_parts
+from commlib.exchange.collectives import Rounds, lockstep
+from commlib.exchange.factors.layers import FactorLayers
+from commlib.exchange.fusion import riding
+from commlib.exchange.hierarchy import Hierarchy, share
+from commlib.exchange.layer_task import Item, SharedMeters
+from commlib.exchange.registry import EXCHANGES
+from commlib.exchange.step_commit import Steps
+from commlib.groups.world import World
+from commlib.monitoring.error_norms import Gauge
+from commlib.planning.plan import Plan
+from commlib.planning.route import Route
+from commlib.telemetry.stats import Meter
+
+
+class Sorter:
+    """Makes exchanges of buckets.
+
+    Args:
+        specs: of all trained parameters.
+        world: this rank.
+        levels: nodes, if there are some.
+        store: what codecs remember.
+        steps: the step under way.
+        dense_steps: the first so many steps go uncompressed.
+        seed: of the random codecs.
+
+    Attributes:
+        meters: of the parameters, by name.
+        gauge: of what is not sent.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[LayerSpec],
+        world: World,
+        levels: Hierarchy | None,
+        store: MemoryStore,
+        steps: Steps,
+        *,
+        dense_steps: int,
+        seed: int,
+    ) -> None:
+        self._specs = {s.name: s for s in specs}
+        self._world, self._levels, self._store, self._steps = world, levels, store, steps
+        self.gauge = Gauge(store)
+        self._shared = SharedMeters()
+        self._plain = PlainBuckets(self._shared)
+        self.meters = {s.name: Meter(s.device, s.name) for s in specs}
+        self._nodes = world.size if levels is None else levels.inter.size
+        self._dense_steps, self._seed = dense_steps, seed
+        self._arenas: dict[tuple[str, int], Arena] = {}
+        self._parts: dict[tuple[str, int], Meter] = {}
+
+    def plain(self, bucket: Any, plan: Plan) -> PlainBucket | None:
+        """What is known of a bucket that need not be sorted: all of it goes as it is, and nothing is held back."""
+        return self._plain.find(bucket, plan) if self._store.empty else None
+
+    def rounds(self, bucket: Any, names: Sequence[str], plan: Plan, factors: FactorLayers | None) -> list[Rounds]:
+        """The exchanges of a bucket, whose parameters may go by several routes: one, or some that are to follow it.
+
+        When the last is through, all are.
+
+        Args:
+            bucket: DDP's.
+            names: of its parameters.
+            plan: in force.
+            factors: where rows are caught, if they are.
+        """
+        buffer = bucket.buffer()
+        if buffer.is_sparse:
+            return [self.checked(self._sparse(names[0], buffer, plan), buffer)]
+        routes: dict[str, list[Item]] = {}
+        for name, grad in zip(names, bucket.gradients(), strict=True):
+            route = self._route(plan, name)
+            routes.setdefault(route.exchange, []).append(self._item(plan, name, route, grad, factors))
+        if self._levels is not None:
+            return [self.checked(self._lending(two_levels(routes, plan, self._world, self._levels), routes), buffer)]
+        if list(routes) == ["dense"]:
+            self._plain.note(bucket, plan, routes["dense"])
+        trips = in_parts(routes, self._own)
+        whole = buffer if len(routes) == len(trips) == 1 else None
+        go = functools.partial(self._exchange, whole=whole)
+        *parts, last = [self._lending(riding(trip, self._world, self._shared.of, go), trip) for trip in trips]
+        return [*parts, self.checked(last, buffer, [item for items in routes.values() for item in items])]
+
+    def checked(self, rounds: Rounds, buffer: Tensor, items: Sequence[Item] = ()) -> Rounds:
+        """A bucket's last exchange, at whose end it is seen whether all of the bucket is finite, if that matters."""
+        yield from rounds
+        if self._steps.watched:
+            for values, scales in spans(buffer._values() if buffer.is_sparse else buffer, items):
+                self._steps.check(values, scales)
+
+    def with_factors(self) -> bool:
+        """Whether the step whose forward pass is under way exchanges factors: it is past the dense ones."""
+        if self._dense_steps:
+            self._steps.settle()
+        return self._steps.count >= self._dense_steps
+
+    def row_seeds(self, layer: str, /) -> Seeds:
+        """Of a linear layer's codec, for the rows of the step under way."""
+        self._steps.settle()
+        return Seeds(self._seed, self._steps.count, layer)
+
+    def _sparse(self, name: str, grad: Tensor, plan: Plan) -> Rounds:
+        """DDP gives every sparse gradient a bucket of its own."""
+        spec, route = self._specs[name], self._route(plan, name)
+        self._store.memory(spec, {})
+        seeds, none = Seeds(self._seed, self._steps.count, name), Memory({}, {})
+        item = Item(spec, route.codec, grad, none, seeds, self.meters[name], none)
+        yield from EXCHANGES[route.exchange].rounds([item], self._world, None)
+
+    def _exchange(self, routes: Routes, *, whole: Tensor | None) -> Rounds:
+        return lockstep([EXCHANGES[name].rounds(items, self._world, whole) for name, items in routes.items()])
+
+    def _lending(self, rounds: Rounds, routes: Routes) -> Rounds:
+        """An exchange that gives its layers' memory back; one that breaks off does not: it may be in use."""
+        yield from rounds
+        for item in (i for items in routes.values() for i in items):
+            self._arenas[item.spec.name, item.part.index] = item.arena
+
+    def _own(self, layer: str, part: int) -> tuple[Arena, Meter]:
+        """Of a part, for good: threads may be at work on several parts of a layer, and a meter is one thread's."""
+        if (layer, part) not in self._parts:
+            whole = self.meters[layer]
+            self._parts[layer, part] = Meter.of_all(whole.device, [(whole, 1)])
+        return self._arena(layer, part), self._parts[layer, part]
+
+    def _arena(self, layer: str, part: int) -> Arena:
+        arena = self._arenas.pop((layer, part), None) or Arena()
+        arena.rewind()
+        return arena
+
+    def _route(self, plan: Plan, name: str) -> Route:
+        planned, step = plan.layers[name], self._steps.count
+        if step < self._dense_steps:
+            return planned.dense
+        codec = planned.route.codec.at(step - self._dense_steps)
+        return planned.route if codec is planned.route.codec else Route(planned.route.exchange, codec)
+
+    def _item(self, plan: Plan, name: str, route: Route, grad: Tensor, factors: FactorLayers | None) -> Item:
+        spec, codec, meter = self._specs[name], route.codec, self.meters[name]
+        if spec.dtype != grad.dtype:  # DDP's mixed precision reduces in another dtype
+            spec = dataclasses.replace(spec, dtype=grad.dtype)
+        meter.would_send(spec.nbytes, self._world.size)
+        part = share(plan.layers[name].route, spec, self._world, self._levels)
+        owner = Memory({}, {})
+        stripe = route.carrier().owned(codec, part.spec, part.world)
+        if stripe is not None:
+            owner = self._store.owner(spec, codec.slots(stripe.spec), part.start + stripe.start)
+        memory = self._store.memory(spec, codec.slots(part.spec), prefix=part.prefix, start=part.start)
+        trip = None
+        if route.by_rows and factors is not None and spec.layer is not None:
+            trip = factors.trip(spec.layer)
+        if self._store.drain(spec, grad, self._world.size, self._nodes) and trip is not None:
+            trip.late = True  # what was added is in no rows
+        if self.gauge.on:
+            self.gauge.note(name, codec, grad, memory, self._steps.count)
+        seeds = Seeds(self._seed, self._steps.count, name)
+        return Item(spec, codec, grad, memory, seeds, meter, owner, trip, self._arena(name, 0))
+
+
+def two_levels(routes: Mapping[str, Sequence[Item]], plan: Plan, world: World, hierarchy: Hierarchy) -> Rounds:
+    """A bucket's rounds under a hierarchy; the plan is looked at before the first, and may change once all are through.
+
+    Args:
+        routes: exchange → its items.
+        plan: what is in force, of which a dense step may make an exception: its layers are cut as the plan has them.
+        world: this rank.
+        hierarchy: nodes.
+    """
+    planned = [plan.layers[item.spec.name] for items in routes.values() for item in items]
+    # What is planned flat has no stripes; in a dense step its gradient is cut as any that is dense.
+    codecs = {p.spec.name: (p.dense if p.route.by_rows else p.route).codec for p in planned}
+    cuts = {p.spec.name: hierarchy.cut(codecs[p.spec.name], p.spec) for p in planned}
+    yield from two_level.rounds(routes, cuts, world, hierarchy.local, hierarchy.inter)

@@ -1,0 +1,101 @@
+"""What a DDP model has for a hook, as long as it lives: a door, behind which one state comes and another goes.
+
+PyTorch registers one hook for a DDP model's lifetime, and never takes it away again. So what is registered is thin: it
+hands a bucket to the state that is attached now, or, if none is, does what DDP does by itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from commlib.ddp.compat import Nobody, check_ddp, nobody
+from commlib.runtime.untraced import untraced
+
+
+class Behind(Protocol):
+    """A state that can be attached."""
+
+    def exchange(self, bucket: Any, /) -> torch.futures.Future[Tensor]:
+        """Exchanges one bucket of DDP's."""
+
+
+class Door:
+    """The hook's state as DDP sees it, or what that leads to.
+
+    Args:
+        group: process group that DDP's own exchange goes over.
+        attached: who exchanges now.
+
+    Attributes:
+        attached: who exchanges now; None: DDP's own exchange. To be changed between two steps, on all ranks.
+    """
+
+    def __init__(self, group: Any, attached: Behind | None) -> None:
+        self._group, self.attached = group, attached
+        self.untraced = untraced(Door.reduce)
+
+    def __reduce__(self) -> tuple[Callable[[], Nobody], tuple[()]]:
+        """A copy of the model, or a pickle, is plain."""
+        return nobody, ()
+
+    @property
+    def door(self) -> Door:
+        """Itself: what a hook has for a state leads to one."""
+        return self
+
+    def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Exchanges one bucket; DDP calls this (through :func:`commlib.hook`) in bucket order on every rank."""
+        return mean(bucket, self._group) if self.attached is None else self.attached.exchange(bucket)
+
+
+def mean(bucket: Any, group: Any) -> torch.futures.Future[Tensor]:
+    """The mean over ranks as DDP makes it without a hook, bit for bit: scaled first, then summed."""
+    buffer: Tensor = bucket.buffer()
+    if buffer.is_sparse:
+        buffer.div_(group.size())  # DDP divides there
+    else:
+        buffer.mul_(1 / group.size())  # and multiplies here, which rounds differently
+    work: Any = dist.all_reduce(buffer, group=group, async_op=True)
+    future: torch.futures.Future[Tensor] = work.get_future().then(_only)
+    return future
+
+
+def _only(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+    (value,) = done.value()
+    return value
+
+
+_doors: weakref.WeakKeyDictionary[DistributedDataParallel, Door] = weakref.WeakKeyDictionary()
+
+
+def door_of(ddp: DistributedDataParallel) -> Door | None:
+    """The one that a model has, whether its hook was registered by ``attach`` or by the user; None: it has none."""
+    for _, state in ddp._comm_hooks:
+        found = getattr(state, "door", None)
+        if isinstance(found, Door):
+            return found
+    return _doors.get(ddp)
+
+
+def check_free(ddp: Any) -> None:
+    """Raises TypeError if it is no DDP model, ValueError if something is attached, or another hook is there."""
+    door = door_of(ddp) if isinstance(ddp, DistributedDataParallel) else None
+    if door is None:
+        check_ddp(ddp)
+    elif door.attached is not None:
+        raise ValueError(
+            "commlib is attached already to this DDP model: comm.swap(…), of what attach() returned, changes how "
+            "gradients travel, and after comm.detach() you can attach() again"
+        )
+
+
+def give(ddp: DistributedDataParallel, door: Door) -> Door:
+    """A model's door from now on: the one it has, or this one."""
+    return _doors.setdefault(ddp, door_of(ddp) or door)

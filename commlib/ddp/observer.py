@@ -1,0 +1,286 @@
+"""A DDP model's exchanges seen from outside, while it has no communication hook.
+
+A hook costs something even where it changes nothing: DDP divides by P in its copy into the bucket without one, and
+leaves it to a pass of the hook's own with one; and Python runs for every bucket. A hook cannot be taken away again. So
+there is none before there is something for it to do, and DDP is as fast as DDP.
+
+What is seen must be counted alike on all ranks, for reviews are held after so many exchanges. All of it happens in the
+thread of the backward pass. DDP asks that every parameter become ready in a pass that exchanges (other models are not
+looked at: :func:`visible`), so one parameter becomes ready once an exchange. There a callback is queued for the end of
+the pass, and there another: which comes behind DDP's own, at whose end everything has been exchanged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from commlib.ddp.compat import check_ddp
+from commlib.exchange.collectives import AllReduce
+from commlib.groups.world import World
+from commlib.runtime.autograd import before_forward
+from commlib.runtime.backward import at_end_of_backward
+from commlib.runtime.layers import trained_parameters
+from commlib.runtime.untraced import untraced
+from commlib.telemetry.passes import TRACK
+from commlib.telemetry.stats import Meter
+from commlib.telemetry.trace import NONE, Trace
+
+Buckets = list[tuple[float, tuple[str, ...]]]
+"""(when it was ready, the names of its parameters), in DDP's order; :func:`time.perf_counter`."""
+ROW = "buckets"
+"""Of a trace: what is seen of all."""
+
+
+def visible(ddp: DistributedDataParallel) -> bool:
+    """Whether this model's exchanges can be seen without a hook, and are of its gradients as they are. (CPU so far.)"""
+    unlike: tuple[Any, ...] = (
+        ddp.find_unused_parameters,
+        ddp.static_graph,
+        ddp.mixed_precision,
+        ddp._join_config.enable,
+        getattr(ddp, "_use_python_reducer", False),
+        getattr(ddp, "_delay_all_reduce_all_params", False),
+    )
+    reduced = _said(ddp).get("num_parameter_tensors")
+    parameters = reduced_parameters(ddp).values()
+    return not any(unlike) and reduced == len(parameters) and all(p.device.type == "cpu" for p in parameters)
+
+
+def reduced_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    """Name → parameter of all that DDP reduces, in the order of its own list."""
+    ignored = {id(p) for name, p in ddp.module.named_parameters() if name in ddp.parameters_to_ignore}
+    return {name: p for name, p in trained_parameters(ddp.module).items() if id(p) not in ignored}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fence(AllReduce):
+    """Its value is nobody's gradient, and not counted."""
+
+    what: ClassVar = "fence"
+
+    def wire_bytes(self, world: int) -> float:
+        """As :meth:`AllReduce.wire_bytes`."""
+        return 0.0
+
+
+class Lookout:
+    """Sees exchanges until :meth:`leave`. The model keeps it alive, and whom it tells.
+
+    Args:
+        ddp: a :func:`visible` model, without a hook.
+        meters: of the parameters, by name.
+        world: this rank.
+        fence: called at the end of the backward pass, when DDP has issued all its collectives, but waits for none yet;
+            with the meter of all parameters.
+        exchanged: called when it has, with when the backward pass ended, and the buckets if they are watched.
+        hook: to be registered, and its state before it.
+
+    Attributes:
+        sent: bytes that DDP has sent by itself.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        meters: Mapping[str, Meter],
+        world: World,
+        fence: Callable[[Meter], None],
+        exchanged: Callable[[float, Buckets], None],
+        hook: tuple[object, Callable[..., Any]],
+    ) -> None:
+        self._ddp, self._world = weakref.ref(ddp), world
+        self._fence, self._tell, self._hook = fence, exchanged, hook
+        self._parameters = reduced_parameters(ddp)
+        self._nbytes = sum(p.nbytes for p in self._parameters.values())
+        parts = [(meters[name], p.numel()) for name, p in self._parameters.items()]
+        self._meter, self.sent = Meter.of_all(parts[0][0].device, parts), 0.0
+        self._buckets: list[tuple[str, ...]] = []
+        self._ready: dict[str, float] = {}
+        self._watches: list[Any] = []
+        self._expected = self._queued = self._wanted = False
+        self._trace = NONE
+        self._ended = 0.0
+        own = weakref.ref(self)  # or parameters, and with them the model, would never be freed
+        one: Any = next(reversed(self._parameters.values()))
+        self._handles = [
+            before_forward(ddp, self, keep=True),
+            one.register_post_accumulate_grad_hook(functools.partial(untraced(_one_is_ready), own)),
+        ]
+        vars(ddp)["join_hook"] = _AtJoin(own, ddp)  # of this object alone
+
+    def watch(self, on: bool) -> None:
+        """Note when parameters become ready, or no longer; to be changed between two exchanges."""
+        self._wanted = on
+        self._watch(on or self._trace.enabled)
+
+    @property
+    def trace(self) -> Trace:
+        """In which exchanges are recorded; as :meth:`watch`."""
+        return self._trace
+
+    @trace.setter
+    def trace(self, trace: Trace) -> None:
+        self._trace = trace
+        self._watch(bool(self._handles) and (self._wanted or trace.enabled))
+
+    def _watch(self, on: bool) -> None:
+        if on and not self._watches:
+            own = weakref.ref(self)
+            for name, p in self._parameters.items():
+                parameter: Any = p
+                note = functools.partial(untraced(_note), own, name)
+                self._watches.append(parameter.register_post_accumulate_grad_hook(note))
+        elif not on:
+            for handle in self._watches:
+                handle.remove()
+            self._watches = []
+
+    def leave(self) -> None:
+        """Give the model its hook, and see nothing more; between two exchanges, after the same one on every rank.
+
+        Raises:
+            ValueError: the model has another hook by now.
+        """
+        ddp = self._ddp()
+        if self.remove() and ddp is not None:
+            check_ddp(ddp)
+            ddp.register_comm_hook(*self._hook)
+
+    def remove(self) -> bool:
+        """See nothing more, and leave the model as it was; whether there was anything to remove."""
+        if not self._handles:
+            return False
+        self._watch(False)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        ddp = self._ddp()
+        if ddp is not None:
+            vars(ddp).pop("join_hook", None)
+        return True
+
+    # -- what the model's hooks tell --
+
+    def begin(self, syncing: bool) -> None:
+        """As :meth:`commlib.runtime.autograd.Beginner.begin`.
+
+        Raises:
+            ValueError: the model has been given a hook meanwhile, beside which nothing else can be chosen any more.
+        """
+        check_ddp(self._ddp())
+        if torch.is_grad_enabled():
+            self._expected, self._queued = self._expected or syncing, False  # DDP, too, expects it until it comes
+            self._ready.clear()
+
+    def ready(self, name: str) -> None:
+        """A parameter has its gradient, in this pass."""
+        self._ready[name] = time.perf_counter()
+
+    def one_is_ready(self) -> None:
+        """The one that stands for all of them has."""
+        if self._expected and not self._queued:
+            self._queued = at_end_of_backward(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        self._ended, self._expected = time.perf_counter(), False
+        self._meter.would_send(self._nbytes, self._world.size)
+        sent = 2 * (self._world.size - 1) / self._world.size * self._nbytes
+        self._meter.add_sent(sent)
+        self.sent += sent
+        self._fence(self._meter)
+        at_end_of_backward(self._exchanged)
+
+    def _exchanged(self) -> None:
+        ddp = self._ddp()
+        if ddp is None or not _finalized(ddp):
+            return
+        if self._watches and not self._buckets:
+            self._buckets = _buckets(ddp, list(self._parameters))
+        seen = handed_over(self._buckets, self._ready) if self._watches else []
+        if self._trace.enabled:
+            self._record(seen)
+        self._tell(self._ended, seen if self._wanted else [])
+
+    def _record(self, buckets: Buckets) -> None:
+        """When each is through, DDP tells nobody; only when all are."""
+        now = self._trace.now()
+        for i, (at, names) in enumerate(buckets):
+            if at:  # in the first step nobody may have noted it
+                self._trace.instant(ROW, f"bucket {i} handed over", at, layers=f"{names[0]} … {names[-1]}")
+        if buckets and buckets[0][0]:
+            self._trace.span(ROW, "exchange by DDP", buckets[0][0], now)
+        self._trace.span(TRACK, "wait", self._ended, now)
+
+
+def handed_over(buckets: Sequence[tuple[str, ...]], ready: Mapping[str, float]) -> Buckets:
+    """When DDP begins to exchange each bucket: it is ready, and so are those before it.
+
+    Args:
+        buckets: names of their parameters.
+        ready: of parameters; one that is missing was ready at once.
+    """
+    found, last = [], 0.0
+    for names in buckets:
+        last = max([last, *(ready[n] for n in names if n in ready)])
+        found.append((last, names))
+    return found
+
+
+def _buckets(ddp: DistributedDataParallel, names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Those that DDP uses from its second exchange on, as it says; empty before."""
+    listed = str(_said(ddp).get("rebuilt_per_bucket_param_indices", ""))
+    return [tuple(names[int(i)] for i in bucket.split()) for bucket in listed.split(",") if bucket.strip()]
+
+
+def _said(ddp: Any) -> dict[str, Any]:
+    """What DDP says of itself."""
+    said: dict[str, Any] = ddp._get_ddp_logging_data()
+    return said
+
+
+def _finalized(ddp: DistributedDataParallel) -> bool:
+    """Whether the exchange is complete: not so where several losses make gradients ready in several passes."""
+    try:
+        ddp.reducer._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _one_is_ready(lookout: weakref.ref[Lookout], parameter: object) -> None:
+    if (it := lookout()) is not None:
+        it.one_is_ready()
+
+
+def _note(lookout: weakref.ref[Lookout], name: str, parameter: object) -> None:
+    if (it := lookout()) is not None:
+        it.ready(name)
+
+
+class _AtJoin:
+    """Stands before the model's ``join_hook``, which every rank calls, even one that has no inputs at all."""
+
+    def __init__(self, lookout: weakref.ref[Lookout], ddp: DistributedDataParallel) -> None:
+        self._lookout, self._ddp = lookout, weakref.ref(ddp)
+
+    def __call__(self, **options: Any) -> Any:
+        if (it := self._lookout()) is not None:
+            it.leave()  # ranks will drop out one by one, which only a hook sees
+        return self._plain()(**options)
+
+    def __reduce__(self) -> Any:  # a copy of the model has its own, and a bound method finds the copy
+        return self._plain().__reduce__()
+
+    def _plain(self) -> Any:
+        ddp: Any = self._ddp()
+        own: Callable[..., Any] = type(ddp).join_hook
+        return functools.partial(own, ddp)

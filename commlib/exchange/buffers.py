@@ -1,0 +1,99 @@
+"""What an exchange holds while it runs: made in a first step, the same again in every later one.
+
+What the system gives anew costs a page fault for every 4 kB, more than most codecs do with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from commlib.runtime import pages
+
+T = TypeVar("T")
+
+
+class Arena:
+    """The tensors that one exchange asks for, in the order in which it does: the same in every step.
+
+    Where it does not, as after a change of plan, the tensor is made anew.
+    """
+
+    def __init__(self) -> None:
+        self._made: list[Tensor] = []
+        self._next = 0
+        self._known: tuple[object, Any] | None = None
+
+    def rewind(self) -> None:
+        """A new step: what follows is answered with what was made for the last one. Nobody may need that any more."""
+        del self._made[self._next :]
+        self._next = 0
+
+    def known(self, key: object, make: Callable[[], T]) -> T:
+        """What was made for an equal key in the last step, or is made now: one thing, as a layout."""
+        if self._known is None or self._known[0] != key:
+            self._known = key, make()
+        found: T = self._known[1]
+        return found
+
+    def bytes(self, n: int, device: torch.device) -> Tensor:
+        """Shape (n,), uint8, of zeros when it is made. (Padding is sent too, and must not vary.)"""
+        found = self._take((n,), torch.uint8, device)
+        return self._put(pages.zeros((n,), torch.uint8, device)) if found is None else found
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Of any content."""
+        found = self._take(shape, dtype, device)
+        return self._put(pages.zeros(shape, dtype, device)) if found is None else found
+
+    def _take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        if self._next < len(self._made):
+            tensor = self._made[self._next]
+            if tensor.shape == tuple(shape) and tensor.dtype == dtype and tensor.device == device:
+                self._next += 1
+                return tensor
+        return None
+
+    def _put(self, tensor: Tensor) -> Tensor:
+        self._made[self._next : self._next + 1] = [tensor]
+        self._next += 1
+        return tensor
+
+
+_ALIGN = 8  # codecs view parts of a payload as float32: every payload starts at such a boundary
+
+
+class Packing:
+    """Several payloads in one buffer, each at an aligned offset.
+
+    Args:
+        lengths: bytes of each payload.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = list(lengths)
+        self.offsets: list[int] = []
+        end = 0
+        for n in self.lengths:
+            self.offsets.append(end)
+            end += -(-n // _ALIGN) * _ALIGN
+        self.total = end
+
+    def slices(self, buffer: Tensor) -> list[Tensor]:
+        """The payloads as views of a buffer of ``total`` bytes."""
+        return [buffer[o : o + n] for o, n in zip(self.offsets, self.lengths, strict=True)]
+
+    def columns(self, buffer: Tensor, count: int) -> list[Tensor]:
+        """For each payload all ranks', shape (count, length), as views of ``count`` such buffers in a row."""
+        # rows of no bytes would begin anywhere
+        whole = buffer.view(count, self.total) if self.total else buffer.new_empty(count, _ALIGN)
+        return [whole[:, o : o + n] for o, n in zip(self.offsets, self.lengths, strict=True)]
+
+
+def rows(buffer: Tensor, count: int) -> list[Tensor]:
+    """A flat buffer in ``count`` equal parts. (Not ``view(count, -1)``: rows of no bytes would be misaligned.)"""
+    n = len(buffer) // count
+    return [buffer[i * n : (i + 1) * n] for i in range(count)]

@@ -1,0 +1,100 @@
+"""What ``factors`` and ``owners`` have in common: rows are waited for, or the matrices summed after all.
+
+The rows have left already when DDP asks for the bucket (:mod:`commlib.exchange.factors`), on a process group that
+carries their first rounds only, in an order that all ranks keep. What follows is issued in the lanes: after the wait,
+in one round, the rows again or the matrices, layer by layer in the order of the bucket. Each rank chooses by all ranks'
+headers and by the sum of all ranks' words, so each issues the same collectives, and whether there are any is the same
+everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+import torch
+from torch import Tensor
+
+from commlib.codecs.base import Compressor, LayerSpec
+from commlib.exchange.collectives import AllReduce, Collective, Payers
+from commlib.exchange.factors import payload
+from commlib.exchange.factors.rounds import Again, First, Trip
+from commlib.exchange.factors.tap import Rows
+from commlib.exchange.layer_task import Item
+from commlib.groups.world import World
+
+ROUNDS = 2
+
+
+def refuse(codec: Compressor, spec: LayerSpec) -> str | None:
+    """For the weight and bias of linear layers; rows may be compressed by what keeps no memory."""
+    if (reason := payload.refuse(codec)) is not None:
+        return reason
+    if spec.layer is None:
+        return "its gradient has no factors: it is not of an nn.Linear of its own"
+    return None
+
+
+def collect(items: Sequence[Item], world: World) -> Generator[list[Collective], None, list[Item]]:
+    """Wait for the rows; send them again or sum the matrices where any rank asks for it.
+
+    Headers have left with the rows, perhaps before a rank knew that there would be other gradient. So one word a
+    layer travels with the bucket, when that is certain.
+
+    Returns:
+        The items whose rows are there, the same on every rank; the others hold the mean gradient already.
+    """
+    trips = [(item, trip_of(item)) for item in items]
+    late = torch.tensor([trip.late for _, trip in trips], dtype=torch.int32, device=items[0].grad.device)
+    yield [
+        *(First(trip, _payers(item)) for item, trip in trips),
+        AllReduce(late, [(item.meter, late.itemsize) for item in items]),
+    ]
+    heard = [trip.way() for _, trip in trips]
+    ways = ["summed" if n else way for n, way in zip(late.tolist(), heard, strict=True)]
+    second: list[Collective] = []
+    for way, (item, trip) in zip(ways, trips, strict=True):
+        if way == "again":
+            second.append(Again(trip, _payers(item)))
+        elif way == "summed":
+            with item.meter.phase("compress"):
+                _add(item, trip.own())
+                item.grad.mul_(1 / world.size)
+            second.append(AllReduce(item.grad, [(item.meter, item.grad.nbytes)]))
+    if second:
+        yield second
+    return [item for way, item in zip(ways, items, strict=True) if way != "summed"]
+
+
+def trip_of(item: Item) -> Trip:
+    """The rows of its layer.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if item.trip is None:
+        raise ValueError(f"{item.spec.name} has no factors in this step")  # refuse() has been passed over
+    return item.trip
+
+
+def multiply(rows: Rows, out: Tensor, *, weight: bool) -> None:
+    """The gradient that rows make, into ``out``: of a weight VᵀU, of a bias the sum of V."""
+    u, v = rows
+    if not weight:
+        torch.sum(v, 0, out=out) if out.dtype == v.dtype else out.copy_(v.sum(0))
+    elif out.dtype == v.dtype:
+        torch.mm(v.t(), u, out=out)
+    else:
+        out.copy_(v.t() @ u)
+
+
+def _payers(item: Item) -> Payers:
+    return [(item.meter, 1)] if item.spec.kind == "linear.weight" else []
+
+
+def _add(item: Item, rows: Rows | None) -> None:
+    """Add this rank's own to what there is besides."""
+    if rows is None:
+        return
+    u, v = rows
+    grad = item.grad.view(item.spec.shape)
+    grad.add_((v.sum(0) if item.spec.kind != "linear.weight" else v.t() @ u).to(grad.dtype))

@@ -1,0 +1,133 @@
+"""To whom a rank's rows go, and in which bytes: one round of one layer.
+
+Either way each rank gets from each rank one *letter*: a header, and room for so many rows of what it will multiply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from commlib.exchange.factors.payload import Payload, Room
+from commlib.exchange.factors.shares import Shares
+from commlib.exchange.factors.tap import Rows
+from commlib.groups.world import World
+
+HEADER = 16
+"""Bytes before a rank's rows: their number and flags, as int64."""
+
+
+class Sending(Protocol):
+    """The contract: pure but for :meth:`start`; all ranks' are alike."""
+
+    world: World
+    shape: tuple[int, int]
+    """(N, M) of the weight."""
+    payload: Payload
+    """Of the rows that come here from each rank."""
+
+    def sent(self, room: Room) -> int:
+        """Bytes this rank sends in one round, headers included."""
+
+    def busiest(self, room: Room, dtype: torch.dtype = torch.float32) -> int:
+        """Bytes, without headers, that the busiest rank sends until all have the gradient; alike on all ranks.
+
+        Args:
+            room: of the rows.
+            dtype: of the gradient.
+        """
+
+    def start(
+        self, group: Any, head: Tensor, room: Room, rows: Sequence[Rows] | None, seeds: tuple[int, int]
+    ) -> tuple[Tensor, Any]:
+        """Issue a round.
+
+        Args:
+            group: process group.
+            head: this rank's header, (2,) int64, on the device of the gradients.
+            room: the same on all ranks.
+            rows: of all calls; None sends zeros.
+            seeds: of a random codec, for inputs and output gradients.
+
+        Returns:
+            Where the letters of all ranks will be, in rank order, (P·n,) uint8, n a multiple of 8; and the work.
+        """
+
+
+class ToAll:
+    """Everything to every rank, by an all-gather (sufficient-factor broadcasting: Xie et al., UAI 2016).
+
+    Args:
+        payload: of a rank's rows.
+        world: this rank.
+    """
+
+    def __init__(self, payload: Payload, world: World) -> None:
+        self.payload, self.world, self.shape = payload, world, (payload.n, payload.m)
+
+    def sent(self, room: Room) -> int:
+        """As :meth:`Sending.sent`: in a ring."""
+        return (self.world.size - 1) * (HEADER + self.payload.nbytes(room))
+
+    def busiest(self, room: Room, dtype: torch.dtype = torch.float32) -> int:
+        """As :meth:`Sending.busiest`: everybody multiplies for itself, so rows are all."""
+        return (self.world.size - 1) * self.payload.nbytes(room)
+
+    def start(
+        self, group: Any, head: Tensor, room: Room, rows: Sequence[Rows] | None, seeds: tuple[int, int]
+    ) -> tuple[Tensor, Any]:
+        """As :meth:`Sending.start`."""
+        letter = torch.zeros(HEADER + self.payload.nbytes(room), dtype=torch.uint8, device=head.device)
+        _write(letter, head, self.payload, room, rows, seeds)
+        out = torch.empty(self.world.size * len(letter), dtype=torch.uint8, device=head.device)
+        return out, group._allgather_base(out, letter)
+
+
+class ToOwners:
+    """To each rank what its block is made of, by an all-to-all (Project Adam, OSDI 2014; in blocks: SACP, 2015).
+
+    Args:
+        n: outputs of the layer.
+        m: inputs.
+        world: this rank.
+    """
+
+    def __init__(self, n: int, m: int, world: World) -> None:
+        self.world, self.shape, self.shares = world, (n, m), Shares(n, m, world.size)
+        self._columns = [(self.shares.inputs(r), self.shares.outputs(r)) for r in range(world.size)]
+        self._payloads = [Payload(v.stop - v.start, u.stop - u.start) for u, v in self._columns]
+        self.payload = self._payloads[world.rank]
+
+    def sent(self, room: Room) -> int:
+        """As :meth:`Sending.sent`: each letter directly, but its own stays here."""
+        return sum(HEADER + p.nbytes(room) for r, p in enumerate(self._payloads) if r != self.world.rank)
+
+    def busiest(self, room: Room, dtype: torch.dtype = torch.float32) -> int:
+        """As :meth:`Sending.busiest`: the last rank's letter to itself is shortest; blocks are padded to the first."""
+        blocks = (self.world.size - 1) * self.shares.largest * dtype.itemsize
+        return sum(p.nbytes(room) for p in self._payloads[:-1]) + blocks
+
+    def start(
+        self, group: Any, head: Tensor, room: Room, rows: Sequence[Rows] | None, seeds: tuple[int, int]
+    ) -> tuple[Tensor, Any]:
+        """As :meth:`Sending.start`."""
+        lengths = [HEADER + p.nbytes(room) for p in self._payloads]
+        send = torch.zeros(sum(lengths), dtype=torch.uint8, device=head.device)
+        for letter, p, (inputs, outputs) in zip(torch.split(send, lengths), self._payloads, self._columns, strict=True):
+            part = None if rows is None else [(u[:, inputs], v[:, outputs]) for u, v in rows]
+            _write(letter, head, p, room, part, seeds)
+        mine = lengths[self.world.rank]
+        out = torch.empty(self.world.size * mine, dtype=torch.uint8, device=head.device)
+        return out, group.alltoall_base(out, send, [mine] * self.world.size, lengths)
+
+
+def _write(
+    letter: Tensor, head: Tensor, payload: Payload, room: Room, rows: Sequence[Rows] | None, seeds: tuple[int, int]
+) -> None:
+    """A letter, zeros so far."""
+    letter[:HEADER].view(torch.int64).copy_(head)
+    if rows is not None:
+        payload.write(letter[HEADER:], room, rows, seeds)

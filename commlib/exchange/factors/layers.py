@@ -1,0 +1,273 @@
+"""All tapped layers of a model, and what becomes of their rows in a step.
+
+Which thread: the taps, :meth:`FactorLayers.complete` and :meth:`FactorLayers.trip` run in the thread of the backward
+pass, and only that one issues first rounds, on a process group that carries nothing else, in the order of
+:class:`commlib.exchange.factors.order.Order`. So that group sees the same sequence on every rank: of all-gathers and
+all-to-alls, as the layers' routes say, which ranks share. Nothing waits here.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from commlib.codecs.base import Compressor, Seeds
+from commlib.exchange.base import Routed
+from commlib.exchange.factors.order import Order
+from commlib.exchange.factors.retained import has_gradient
+from commlib.exchange.factors.rounds import Habit, Trip
+from commlib.exchange.factors.tap import Tap
+from commlib.exchange.registry import BY_ROWS
+from commlib.groups.world import World
+from commlib.runtime.autograd import before_forward
+from commlib.runtime.layers import linear_layers
+
+
+class Observer(Protocol):
+    """Who wants to know when passes begin."""
+
+    def begin(self) -> None:
+        """A forward pass of the DDP model, with gradients, begins."""
+
+    def rows(self, layer: str, count: int) -> None:
+        """A layer's backward pass begins, with so many rows."""
+
+
+class FactorLayers:
+    """Taps on a model's linear layers.
+
+    Args:
+        ddp: the model.
+        modules: name → layer, those whose factors may be exchanged; the same, in the same order, on every rank.
+        world: this rank.
+        on: whether the step under way exchanges factors (not in a dense warm-up); False once its object is gone.
+        seeds: of a layer, in the step under way.
+        routes: layer → the exchange of its rows, by name, and the codec; others are as plain ones until
+            :meth:`activate`.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        modules: Mapping[str, nn.Linear],
+        world: World,
+        on: weakref.WeakMethod[Callable[[], bool]],
+        seeds: weakref.WeakMethod[Callable[[str], Seeds]],
+        routes: Mapping[str, Routed],
+    ) -> None:
+        self._ddp, self._modules, self._world, self._on, self._seeds = weakref.ref(ddp), modules, world, on, seeds
+        self._habits = {name: Habit() for name in modules}
+        self._trips: dict[str, Trip] = {}
+        self._issued: set[str] = set()
+        self._asked: set[str] = set()
+        self._armed = self._syncing = False
+        self._taps: dict[str, Tap] = {}
+        self._before: Any = None
+        self._group: Any = None
+        self.observer: Observer | None = None
+        self._watch = False
+        order = [name for name in reversed(list(modules)) if name in routes]  # the backward pass meets the last first
+        self.activate({name: routes[name] for name in order})
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        names: Collection[str],
+        world: World,
+        on: weakref.WeakMethod[Callable[[], bool]],
+        seeds: weakref.WeakMethod[Callable[[str], Seeds]],
+        routes: Mapping[str, Routed],
+        *,
+        watched: bool,
+    ) -> FactorLayers | None:
+        """For the layers of these names; None if there are none, and nobody wants to know when passes begin either.
+
+        Raises:
+            ValueError: the module is not the DDP model.
+        """
+        if not names and not watched:
+            return None
+        if not isinstance(module, DistributedDataParallel):
+            raise ValueError(
+                "factors are caught in the DDP model's passes: attach to the DistributedDataParallel itself"
+            )
+        modules = {n: m for n, m in linear_layers(module.module).items() if n in names}
+        return cls(module, modules, world, on, seeds, routes)
+
+    def activate(self, routes: Mapping[str, Routed], rows: Mapping[str, int] | None = None) -> None:
+        """From the next step on, these layers exchange factors, in this order; alike on every rank.
+
+        Only between an exchange and the next forward pass.
+
+        Args:
+            routes: layer → how its rows travel.
+            rows: layer → rows to have room for; others have what they had lately.
+        """
+        self._routes = dict(routes)
+        self._order = Order(list(routes))
+        for name, count in (rows or {}).items():
+            self._habits[name].expect(count)
+        self._fit()
+
+    @property
+    def watch(self) -> bool:
+        """Whether the observer is told of rows. To be changed when :meth:`activate` may be called."""
+        return self._watch
+
+    @watch.setter
+    def watch(self, on: bool) -> None:
+        self._watch = on
+        self._fit()
+
+    def _fit(self) -> None:
+        """Layers have taps while they are needed: a tapped layer takes more time, though it may not show."""
+        for name, tap in self._taps.items():
+            if self._watch or name in self._routes:
+                tap.put()
+            else:
+                tap.remove()
+
+    def terms(self) -> dict[str, str]:
+        """What ranks must have in common where each multiplies for itself, and must come to the same bits."""
+        return {
+            "arithmetic": f"{torch.__version__}, {torch.backends.cpu.get_cpu_capability()}",
+            "threads": str(torch.get_num_threads()),
+        }
+
+    @property
+    def names(self) -> list[str]:
+        """Of the layers."""
+        return list(self._modules)
+
+    def tap(self, group: Any, *, traced: bool = False) -> None:
+        """Put the taps on.
+
+        Args:
+            group: a process group for their first rounds alone.
+            traced: whether ``torch.compile`` sees plain layers, of which nothing is caught, and needs no graph break.
+        """
+        ddp = self._ddp()
+        assert ddp is not None
+        self._group = group
+        owner = weakref.proxy(self)  # or model, taps and hook would keep each other alive
+        self._taps = {name: Tap(name, module, owner, traced=traced) for name, module in self._modules.items()}
+        self._fit()
+        self._before = before_forward(ddp, self)
+
+    def remove(self) -> None:
+        """Make the layers plain again; more than once does no harm."""
+        if self._before is not None:
+            self._before.remove()
+        for tap in self._taps.values():
+            tap.remove()
+        self._taps = {}
+
+    def retire(self) -> None:
+        """As :meth:`remove`, for good and while the model goes on: what has not been exchanged is ordinary gradient."""
+        for tap in self._taps.values():
+            tap.retire()
+        self.observer = None
+        self.remove()
+
+    # -- what taps ask and tell --
+
+    def on(self, name: str) -> bool:
+        """As :meth:`commlib.exchange.factors.tap.Owner.on`."""
+        asked = self._on()
+        return self._armed and name in self._routes and asked is not None and asked()
+
+    def watching(self) -> bool:
+        """As :meth:`commlib.exchange.factors.tap.Owner.watching`."""
+        return self._watch and self._armed
+
+    def sighted(self, name: str, rows: int) -> None:
+        """As :meth:`commlib.exchange.factors.tap.Owner.sighted`."""
+        if self.observer is not None:
+            self.observer.rows(name, rows)
+
+    def syncing(self) -> bool:
+        """As :meth:`commlib.exchange.factors.tap.Owner.syncing`."""
+        return self._syncing
+
+    def complete(self, name: str) -> None:
+        """As :meth:`commlib.exchange.factors.tap.Owner.complete`: the layer's rows leave as soon as its turn has
+        come."""
+        for due in self._order.ready(name):
+            self._start(due)
+
+    # -- what the hook asks --
+
+    def trip(self, name: str) -> Trip:
+        """The layer's trip in this step. DDP asks for its bucket: what has not come until now will not."""
+        self._asked.add(name)
+        self.complete(name)
+        tap, trip = self._taps[name], self._trip(name)
+        if name in self._issued and (tap.foreign or not tap.empty()):  # called again, or its weight is used elsewhere
+            tap.foreign = False
+            trip.add(tap.take())
+        return trip
+
+    def end_step(self) -> None:
+        """DDP has asked for all buckets.
+
+        Raises:
+            ValueError: but not for a layer that is tapped, so nobody would write its gradient.
+        """
+        missing = [name for name in self._order.names if name not in self._asked]
+        if missing and (self._asked or self._issued):  # neither, in a dense warm-up
+            raise ValueError(
+                f"DDP does not reduce {', '.join(missing)}: frozen, or left out, when the model was wrapped. Wrap it "
+                f'anew, or give the layer another route, for example {{"{missing[0]}.*": "none"}}'
+            )
+        self._reset()
+
+    def _reset(self) -> None:
+        self._armed = False  # what is called now, on one rank perhaps, does not go through DDP
+        self._order.restart()
+        self._trips.clear()
+        self._issued.clear()
+        self._asked.clear()
+
+    def begin(self, syncing: bool) -> None:
+        """A forward pass of the DDP model begins."""
+        if self._trips:  # the last backward pass broke off
+            for trip in self._trips.values():
+                trip.give_up("the backward pass broke off before this layer's factors could leave")
+            for tap in self._taps.values():
+                tap.take()
+            self._reset()
+        for tap in self._taps.values():
+            tap.begin()
+        self._armed, self._syncing = torch.is_grad_enabled(), syncing
+        if self._armed and self.observer is not None:
+            self.observer.begin()
+
+    def _trip(self, name: str) -> Trip:
+        if name not in self._trips:
+            weight, route = self._taps[name].module.weight, self._routes[name]
+            n, m = weight.shape
+            sending = BY_ROWS[route.exchange](route.codec, n, m, self._world)
+            seeds = functools.partial(self._seeds_of, name, route.codec)
+            self._trips[name] = Trip(sending, self._habits[name], weight.device, seeds)
+        return self._trips[name]
+
+    def _seeds_of(self, name: str, codec: Compressor) -> tuple[int, int]:
+        seeds = self._seeds()
+        if not codec.random or seeds is None:
+            return 0, 0
+        drawn = seeds(name)
+        return drawn.of(codec, self._world.rank, "u"), drawn.of(codec, self._world.rank, "v")
+
+    def _start(self, name: str) -> None:
+        tap = self._taps[name]
+        dirty = tap.foreign or has_gradient(list(tap.module.parameters()))
+        tap.foreign = False
+        self._issued.add(name)
+        self._trip(name).start(tap.take(), dirty, self._group)

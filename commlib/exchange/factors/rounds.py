@@ -1,0 +1,245 @@
+"""The factors of one layer on their way through one step: a header and as many rows as are usual.
+
+A collective wants the same number of bytes from every rank, but batches differ. So each rank sends a header with
+its number of rows, and room for as many rows as any rank had lately; what is not filled is zeros. Only if a rank
+has more (as in the first step) a second round follows: the rows again, with room for all; or an all-reduce of the
+matrices, where that takes fewer bytes or where a rank has gradient that did not come from rows. Every rank decides
+from the same headers, so all decide alike. To whom rows go is for :mod:`commlib.exchange.factors.delivery` to know.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from commlib.errors import CommlibError
+from commlib.exchange.collectives import Payers
+from commlib.exchange.factors.delivery import HEADER, Sending
+from commlib.exchange.factors.payload import DTYPES, Room
+from commlib.exchange.factors.tap import Rows
+
+_DIRTY = 1 << 8  # flag: there is gradient besides the rows; the low byte is the index of the rows' dtype
+_LATELY = 20  # steps after which room that nobody needed is given up
+
+Way = Literal["gathered", "again", "summed"]
+"""How a layer's step ends: with what has come, with the rows sent again, or with the matrices all-reduced."""
+
+
+class Habit:
+    """How many rows a layer had lately, on the rank that had the most: the same on every rank."""
+
+    def __init__(self) -> None:
+        self.room = Room()
+        self._needed: collections.deque[int] = collections.deque(maxlen=_LATELY)
+
+    def expect(self, rows: int) -> None:
+        """Have room for so many, of float32 unless steps have shown otherwise."""
+        self.saw(rows, self.room.dtype)
+
+    def saw(self, rows: int, dtype: torch.dtype) -> None:
+        """A step needed room for so many (0: it was not worth gathering)."""
+        self._needed.append(rows)
+        self.room = Room(max(self._needed), dtype)
+
+
+class Trip:
+    """One layer in one step. It exists from when anybody asks for it, and starts when its turn has come.
+
+    Args:
+        sending: to whom its rows go.
+        habit: of the layer; takes note of this step.
+        device: where the gradient is.
+        seeds: of a random codec, for inputs and output gradients; asked for at the start, as lanes know no steps.
+    """
+
+    def __init__(
+        self,
+        sending: Sending,
+        habit: Habit,
+        device: torch.device,
+        seeds: Callable[[], tuple[int, int]] = lambda: (0, 0),
+    ) -> None:
+        self._sending, self._ask_seeds, self._seeds = sending, seeds, (0, 0)
+        self._habit, self._room, self._device = habit, habit.room, device
+        self._first = self._next = habit.room
+        self._rows: list[Rows] = []
+        self.late = False
+        self._dtype, self._flags = self._room.dtype, 0
+        self._out = torch.empty(0)
+        self._works: list[Any] = []
+        self._started = threading.Event()
+        self._error: BaseException | None = None
+        self._way: Way | None = None
+        self._all: Rows | None = None
+        self._lock = threading.Lock()  # weight and bias may be in two buckets, and these in two lanes
+
+    # -- the first round: issued in the order that all ranks keep, by the thread of the backward pass --
+
+    def start(self, rows: Sequence[Rows], dirty: bool, group: Any) -> None:
+        """Send what there is usually room for.
+
+        Args:
+            rows: what this rank has caught; empty if it did not use the layer.
+            dirty: whether it has gradient besides: the matrices must then be summed.
+            group: a process group that carries nothing else.
+
+        Raises:
+            TypeError: rows of a dtype that cannot travel.
+        """
+        self._rows, self._seeds = list(rows), self._ask_seeds()
+        self._dtype = self._sending.payload.dtype(self._rows, self._room.dtype)
+        self._flags = DTYPES.index(self._dtype) + (_DIRTY if dirty else 0)
+        self._send(group, self._room, self.count <= self._room.rows and self._dtype == self._room.dtype)
+        self._started.set()
+
+    def add(self, rows: Sequence[Rows]) -> None:
+        """There is gradient besides the rows that have left: these rows (already in no header), or other.
+
+        All ranks then sum the matrices, once they have heard of it (:mod:`commlib.exchange.factors.factors`).
+        """
+        self._rows += rows
+        self.late = True
+
+    def give_up(self, why: str) -> None:
+        """It will never start: whoever waits is told."""
+        if not self._started.is_set():
+            self._error = CommlibError(why)
+            self._started.set()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, M) of the weight."""
+        return self._sending.shape
+
+    @property
+    def count(self) -> int:
+        """Rows of this rank."""
+        return sum(len(u) for u, _ in self._rows)
+
+    def wait(self) -> None:
+        """Until the last round that was issued is through."""
+        self._started.wait()
+        if self._error is not None:
+            raise self._error
+        self._works[-1].wait()
+
+    def wire_bytes(self) -> float:
+        """Bytes this rank sends in the first round."""
+        return self._sending.sent(self._first)
+
+    def _send(self, group: Any, room: Room, fits: bool) -> None:
+        head = torch.tensor([self.count, self._flags], device=self._device)
+        self._room, rows = room, self._rows if fits else None
+        self._out, work = self._sending.start(group, head, room, rows, self._seeds)
+        self._works.append(work)
+
+    # -- what comes then, in the lanes --
+
+    def way(self) -> Way:
+        """How to go on, once the first round is through."""
+        with self._lock:
+            if self._way is None:
+                self._way = self._decide()
+            return self._way
+
+    def _decide(self) -> Way:
+        heads = [part[:HEADER].view(torch.int64).tolist() for part in self._each()]
+        most = max(rows for rows, _ in heads)
+        dtypes = [DTYPES[flags & 0xFF] for rows, flags in heads if rows]
+        dtype = dtypes[0] if dtypes else self._room.dtype
+        for other in dtypes:
+            dtype = torch.promote_types(dtype, other)
+        worth = self._pays(Room(most, dtype))
+        self._habit.saw(most if worth else 0, dtype)
+        if any(flags & _DIRTY for _, flags in heads):
+            return "summed"
+        if most <= self._room.rows and all(d == self._room.dtype for d in dtypes):
+            return "gathered"
+        if worth:
+            self._next = Room(most, dtype)
+            return "again"
+        return "summed"
+
+    def _pays(self, room: Room) -> bool:
+        """Whether so many rows a rank take fewer bytes than an all-reduce of the matrices."""
+        size, (n, m) = self._sending.world.size, self.shape
+        summed = 2 * (size - 1) / size * n * m * torch.float32.itemsize
+        return self._sending.busiest(room) + (size - 1) * HEADER < summed
+
+    def again(self, group: Any) -> float:
+        """Send the rows once more, unless the layer's other parameter has; the bytes that takes this rank."""
+        if len(self._works) > 1:
+            return 0.0
+        self._send(group, self._next, True)
+        return self._sending.sent(self._next)
+
+    def everyone(self) -> Rows:
+        """The rows of all ranks, in rank order, V divided by P, as far as they are sent here.
+
+        U is (ΣK, inputs), V (ΣK, outputs) of what this rank multiplies. What several ranks get is the same bits.
+        """
+        with self._lock:
+            if self._all is None:
+                self._all = self._unpack()
+                self._out = torch.empty(0)
+            return self._all
+
+    def _unpack(self) -> Rows:
+        us, vs = [], []
+        for part in self._each():
+            u, v = self._sending.payload.read(part[HEADER:], self._room, int(part[:HEADER].view(torch.int64)[0]))
+            us.append(u)
+            vs.append(v)
+        return _wide(torch.cat(us)), _wide(torch.cat(vs)) / self._sending.world.size
+
+    def own(self) -> Rows | None:
+        """This rank's rows, or None."""
+        if not self._rows:
+            return None
+        return _wide(torch.cat([u for u, _ in self._rows])), _wide(torch.cat([v for _, v in self._rows]))
+
+    def _each(self) -> list[Tensor]:
+        n = len(self._out) // self._sending.world.size
+        return [self._out[i : i + n] for i in range(0, len(self._out), n)]
+
+
+class First:
+    """The first round as a collective of the exchange's: started elsewhere, waited for here."""
+
+    def __init__(self, trip: Trip, payers: Payers) -> None:
+        self.trip, self.payers = trip, payers
+        self._bytes = trip.wire_bytes() if payers else 0.0
+
+    def issue(self, group: Any) -> Any:
+        """Its work: the trip."""
+        return self.trip
+
+    def wire_bytes(self, world: int) -> float:
+        """Bytes this rank sends."""
+        return self._bytes
+
+
+class Again:
+    """The second round, if there is one."""
+
+    def __init__(self, trip: Trip, payers: Payers) -> None:
+        self.trip, self.payers = trip, payers
+        self._bytes = 0.0
+
+    def issue(self, group: Any) -> Any:
+        """Start it; its work is the trip."""
+        self._bytes = self.trip.again(group)
+        return self.trip
+
+    def wire_bytes(self, world: int) -> float:
+        """Bytes this rank sends."""
+        return self._bytes
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()

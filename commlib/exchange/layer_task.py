@@ -1,0 +1,150 @@
+"""What every exchange works on: one layer's gradient on its way through one step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from commlib.codecs.base import Compressor, LayerSpec, Memory, Seeds, scales_of
+from commlib.exchange.buffers import Arena
+from commlib.exchange.collectives import Payers
+from commlib.runtime.scratch import scratch
+from commlib.telemetry.stats import Meter
+
+if TYPE_CHECKING:
+    from commlib.exchange.factors.rounds import Trip
+
+
+@dataclasses.dataclass(frozen=True)
+class Stripe:
+    """Rows ``start:stop`` of a layer's dimension 0, and their spec."""
+
+    start: int
+    stop: int
+    spec: LayerSpec
+
+
+@functools.lru_cache(maxsize=4096)  # every step asks the same of every layer
+def cut(spec: LayerSpec, count: int, unit: int) -> tuple[Stripe, ...]:
+    """A layer's rows in so many stripes, at multiples of ``unit``.
+
+    What does not divide goes to the first ones; some may be empty. A scalar is one row.
+    """
+    spec = spec if spec.shape else dataclasses.replace(spec, shape=(1,))
+    height = spec.shape[0]
+    units = -(-height // unit)
+    cuts = [min(height, unit * (units // count * p + min(p, units % count))) for p in range(count + 1)]
+    return tuple(Stripe(a, b, spec.row_slice(a, b)) for a, b in pairwise(cuts))
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One of so many parts of a layer, which travel one after another (:mod:`commlib.exchange.chunking`)."""
+
+    index: int = 0
+    count: int = 1
+
+    def of(self, codec: Compressor, spec: LayerSpec) -> Stripe:
+        """Its rows, where the codec lets a layer be cut."""
+        return cut(spec, self.count, codec.part_rows(spec) or 1)[self.index]
+
+
+WHOLE = Part()
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One layer in one step.
+
+    Args:
+        spec: the layer.
+        codec: in force at this step (``Compressor.at`` has been applied).
+        grad: its local gradient, contiguous; overwritten by the mean over ranks.
+        memory: the codec's slots on this rank.
+        seeds: for random codecs.
+        meter: where its bytes and seconds are counted.
+        owner: slots for re-encoding the stripe this rank owns (scatter_gather only).
+        trip: the rows of its layer in this step (factors and owners only).
+        arena: the layer's; the first layer's is also for what a bucket has once.
+        part: which of it travels; of an item that is cut, ``spec``, ``grad`` and slots are still the whole layer's.
+        scales: what bounds the values of ``grad`` once they are decoded, if its codec says so (``scale_bytes``): of
+            none of them, or of all, whatever its parts.
+    """
+
+    spec: LayerSpec
+    codec: Compressor
+    grad: Tensor
+    memory: Memory
+    seeds: Seeds
+    meter: Meter
+    owner: Memory
+    trip: Trip | None = None
+    arena: Arena = dataclasses.field(default_factory=Arena)
+    part: Part = WHOLE
+    scales: list[Tensor] = dataclasses.field(default_factory=list)
+
+    def alone(self) -> Item:
+        """Its part as a layer of its own: consecutive rows."""
+        if self.part == WHOLE:
+            return self
+        rows = self.part.of(self.codec, self.spec)
+        memory = self.memory.rows(rows.start, rows.stop)
+        return dataclasses.replace(self, spec=rows.spec, grad=self.rows(rows), memory=memory, part=WHOLE)
+
+    def rows(self, stripe: Stripe | None = None) -> Tensor:
+        """The gradient, spec-shaped, or some rows of it."""
+        grad = self.grad.view(self.spec.shape)
+        return grad if stripe is None else grad[stripe.start : stripe.stop]
+
+    def work_grad(self, stripe: Stripe | None = None) -> Tensor:
+        """:meth:`rows` in the dtype the codec works on; in :func:`scratch` if they must be converted."""
+        grad = self.rows(stripe)
+        return grad if self._works_in_place else self._float32(grad).copy_(grad)
+
+    def work_out(self, stripe: Stripe | None = None) -> Tensor:
+        """Where to decode to: :meth:`rows` themselves, or :func:`scratch` to be handed to :meth:`finish`."""
+        grad = self.rows(stripe)
+        return grad if self._works_in_place else self._float32(grad)
+
+    def finish(self, out: Tensor, stripe: Stripe | None = None) -> None:
+        """Brings decoded values into the gradient's dtype."""
+        if not self._works_in_place:
+            self.rows(stripe).copy_(out)
+
+    def vouch(self, payloads: Iterable[Tensor], spec: LayerSpec) -> None:
+        """Notes the scales of payloads that have been decoded to it, or to those of its rows that ``spec`` is."""
+        if self.grad.dtype == torch.float32:  # a shorter format may overflow where float32 does not
+            self.scales.extend(s for s in (scales_of(self.codec, p, spec) for p in payloads) if s.numel())
+
+    @property
+    def _works_in_place(self) -> bool:
+        return self.codec.lossless or self.grad.dtype == torch.float32
+
+    def _float32(self, like: Tensor) -> Tensor:
+        return scratch("item", like.shape, torch.float32, like.device)
+
+
+class SharedMeters:
+    """Meters of layers that travel as one: one for each set of them, for good, of which every layer has a share."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, ...], Meter] = {}
+
+    def of(self, items: Sequence[Item]) -> Meter:
+        """The one of these layers."""
+        key = tuple(item.spec.name for item in items)
+        if key not in self._made:
+            parts = [(item.meter, item.spec.numel) for item in items]
+            self._made[key] = Meter.of_all(items[0].spec.device, parts)
+        return self._made[key]
+
+
+def payers(items: Sequence[Item], lengths: Sequence[int]) -> Payers:
+    """Shares of a collective by payload length."""
+    return [(item.meter, n) for item, n in zip(items, lengths, strict=True)]

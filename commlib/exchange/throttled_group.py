@@ -1,0 +1,180 @@
+"""Process groups behind valves: what they send together keeps a limit.
+
+A :class:`Valve` stands in for a process group. Its methods return at once; a thread of its own takes the collectives
+first in, first out, cuts each into pieces, and for each piece waits for the pacer that all valves share, issues it, and
+waits until it is through.
+
+Why the order stays safe:
+
+* A valve is a queue in front of one process group, and one thread fills it, in an order that is alike on all ranks
+  (:mod:`commlib.exchange.sequencer`, :mod:`commlib.exchange.factors.layers`). Pieces are cut alike on all ranks. So the
+  group sees the same sequence everywhere, as it would without the valve.
+* The group must carry nothing else: DDP issues collectives of its own on the model's group (the map of used
+  parameters), from the backward thread, which does not wait for the valve. So round 0, too, gets a group of its own.
+* A valve's thread waits for its nap, which is finite whatever other ranks do (the pacer reserves; nobody holds it while
+  he waits for a peer), and for the piece it has issued, which each other rank issues after *earlier* pieces of the same
+  group only. So there is no cycle of waits, and each wait ends: at the process group's deadline, if a rank is gone.
+
+Why the limit holds on the wire and not only when pieces are granted: a byte leaves between its piece's grant and its
+end, and a valve has at most one piece under way. So in any window there leave what is granted within it, at most
+``rate · window`` and one bucket, and what was under way when it began, at most one piece a valve. With v valves and
+pieces and bucket of ``burst / (v + 1)``, that is ``rate · window + burst``.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from commlib.errors import CommlibError
+from commlib.exchange import pieces
+from commlib.exchange.pieces import Piece
+from commlib.exchange.rate_limit import Pacer, RateLimit
+
+
+class Throttle:
+    """Keeps a limit over several process groups; without a limit it does nothing.
+
+    Args:
+        limit: or None.
+        groups: how many process groups will be passed through.
+    """
+
+    def __init__(self, limit: RateLimit | None, groups: int) -> None:
+        self.limit = limit
+        self._valves: list[Valve] = []
+        self._lock = threading.Lock()
+        if limit is not None:
+            self.piece = limit.at_once / (groups + 1)
+            self._pacer = Pacer(limit.bytes_s, self.piece)
+
+    def through(self, group: Any) -> Any:
+        """The process group behind a valve, if there is a limit: it must carry nothing else."""
+        if self.limit is None:
+            return group
+        self._valves.append(Valve(group, self))
+        return self._valves[-1]
+
+    def fit(self) -> None:
+        """More groups have come than were thought of: pieces are smaller from now on. With nothing under way."""
+        if self.limit is not None:
+            self.piece = self._pacer.depth = min(self.piece, self.limit.at_once / (len(self._valves) + 1))
+
+    def take(self, nbytes: float) -> float:
+        """Seconds to wait before so many bytes may leave. By any thread; in the order in which they ask."""
+        with self._lock:
+            return self._pacer.take(time.monotonic(), nbytes)
+
+    def close(self, *, wait: bool = True) -> None:
+        """Ends the valves' threads; what has not left fails. With ``wait`` stays until they have ended, at most 5 s."""
+        for valve in self._valves:
+            valve.close()
+        for valve in self._valves if wait else ():
+            valve.join(timeout=5.0)
+
+
+class Work:
+    """A collective under way, as far as anybody waits for it."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def wait(self) -> None:
+        """Until it is through; raises what went wrong. The valve's thread ends it, by the group's deadline."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+    def end(self, error: BaseException | None) -> None:
+        """It is through, or will never be."""
+        self._error = error
+        self._done.set()
+
+
+class Valve:
+    """A process group of which no more leaves than the throttle allows. One thread may fill it at a time.
+
+    It has those methods of a process group that exchanges and probes use; they return a :class:`Work` at once.
+    """
+
+    def __init__(self, group: Any, throttle: Throttle) -> None:
+        self._group, self._throttle = group, throttle
+        self._thread: _Thread | None = None
+        self._old: _Thread | None = None
+        self._lock = threading.Lock()  # nothing is put behind the end of a queue, where it would wait for ever
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return int(self._group.size())
+
+    def allreduce(self, tensors: Sequence[Tensor], *options: Any) -> Work:
+        """As the process group's, of one tensor."""
+        (tensor,) = tensors
+        return self._submit(pieces.all_reduce(self._group, tensor, self._throttle.piece, *options))
+
+    def _allgather_base(self, out: Tensor, tensor: Tensor) -> Work:
+        """As the process group's."""
+        return self._submit(pieces.all_gather(self._group, out, tensor, self._throttle.piece))
+
+    def alltoall_base(self, out: Tensor, tensor: Tensor, out_splits: Sequence[int], splits: Sequence[int]) -> Work:
+        """As the process group's."""
+        most = self._throttle.piece
+        return self._submit(pieces.all_to_all(self._group, out, tensor, out_splits, splits, most))
+
+    def close(self) -> None:
+        """Wakes its thread and ends it. (A further collective would start another.)"""
+        with self._lock:
+            thread, self._thread = self._thread, None
+            if thread is not None:
+                self._old = thread
+                thread.stop.set()
+                thread.jobs.put(None)
+
+    def join(self, timeout: float) -> None:
+        """Until the thread that was closed has ended, or so many seconds have passed."""
+        if self._old is not None:
+            self._old.join(timeout)
+
+    def _submit(self, parts: Iterator[Piece]) -> Work:
+        work = Work()
+        with self._lock:
+            if self._thread is None:
+                self._thread = _Thread(self._throttle)
+                self._thread.start()
+            self._thread.jobs.put((parts, work))
+        return work
+
+
+class _Thread(threading.Thread):
+    """Carries out one collective after another, piece by piece."""
+
+    def __init__(self, throttle: Throttle) -> None:
+        super().__init__(name="commlib-valve", daemon=True)
+        self.jobs: queue.SimpleQueue[tuple[Iterator[Piece], Work] | None] = queue.SimpleQueue()
+        self.stop = threading.Event()
+        self._throttle = throttle
+
+    def run(self) -> None:
+        failed: BaseException | None = None  # after one failure the ranks are out of step: nothing more is issued
+        while (job := self.jobs.get()) is not None:
+            parts, work = job
+            if failed is None:
+                try:
+                    self._carry_out(parts)
+                except BaseException as e:
+                    failed = e
+            work.end(failed)
+            del job, parts, work  # or they would keep the tensors until the next one comes
+
+    def _carry_out(self, parts: Iterator[Piece]) -> None:
+        for piece in parts:
+            if self.stop.wait(self._throttle.take(piece.sent)):
+                raise CommlibError("the hook was closed before this could leave")
+            piece.start().wait()
+            piece.finish()

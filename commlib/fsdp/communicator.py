@@ -1,0 +1,286 @@
+"""What a sharded model sends: gradients to their owners, or between replicas; values to all; and the verdict on a step.
+
+Ordering: FSDP2 asks for all of these itself, one after another and in the same order on every rank (else it would hang
+without us, too): on the CPU each is through before the next is asked for; on a GPU all go to one communicator by one
+side stream. The verdict comes last in a backward pass, from the end of it, which all ranks reach by the same path. What
+goes between replicas has process groups of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from commlib.codecs.base import Compressor, LayerSpec
+from commlib.codecs.memory_store import MemoryStore
+from commlib.errors import CommlibError, PeerLost
+from commlib.exchange import reduce_scatter
+from commlib.exchange.collectives import AllGather, Rounds, Scope, lockstep
+from commlib.exchange.lanes import Siblings, lay, make_sequencer, scopes
+from commlib.exchange.registry import EXCHANGES
+from commlib.exchange.sequencer import Sequencer
+from commlib.exchange.step_commit import Steps
+from commlib.exchange.throttled_group import Throttle
+from commlib.fsdp import parameters
+from commlib.fsdp.gradients import Sorter
+from commlib.fsdp.param_groups import Unit
+from commlib.fsdp.plan import Replicas
+from commlib.groups.handshake import answer_roll_call, roll_call
+from commlib.groups.world import World
+from commlib.planning.plan import Plan
+from commlib.runtime.backward import at_end_of_backward, wait
+from commlib.runtime.loss_scale import LossScale
+from commlib.telemetry.stats import Meter
+
+_MEAN, _SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
+
+
+class Listener(Protocol):
+    """Who wants to know."""
+
+    def _waiting(self) -> contextlib.AbstractContextManager[None]:
+        """While the thread that trains waits for what is exchanged."""
+
+    def _exchanged_all(self, done: int, joined: bool) -> None:
+        """Another step has come through, at the end of its backward pass."""
+
+
+class Traffic:
+    """Of one model.
+
+    Args:
+        units: of it.
+        plan: for gradients.
+        shard: this rank among those that share the parameters out.
+        replicas: under HSDP.
+        keys: for roll calls, that all ranks of a group share: of those that share out, and under HSDP of replicas.
+        scale: of the loss.
+        dense_steps: the first so many steps go uncompressed.
+        seed: of random codecs.
+        codecs: parameter → how its values come from its owner; others come as they are.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        plan: Plan,
+        shard: World,
+        replicas: Replicas | None,
+        keys: Sequence[str],
+        scale: LossScale,
+        dense_steps: int,
+        seed: int,
+        codecs: Mapping[str, Compressor],
+    ) -> None:
+        self._shard, self._replicas, self._scale, self._codecs = shard, replicas, scale, codecs
+        groups = [units[0].shard_group, *([] if replicas is None else [units[0].replicate_group])]
+        worlds = [shard, *([] if replicas is None else [replicas.inter])]
+        self._calls = [(g, f"{key}/lost", w) for g, key, w in zip(groups, keys, worlds, strict=True)]
+        self.device = units[0].inner.device
+        self.store = MemoryStore()
+        self.steps = Steps(self.store)
+        names = [name for unit in units for name in unit.names]
+        self.meters = {name: Meter(self.device) for name in names}
+        self.value_meters = {name: Meter(self.device) for name in names}
+        kept = {"dense_steps": dense_steps, "seed": seed}
+        self._sorter = Sorter(plan, shard, self.store, self.steps, self.meters, **kept)
+        self.gauge = self._sorter.gauge
+        self._listener: Callable[[], Listener | None] = _nobody
+        self._flags: list[Tensor] = []
+        self._pass = -1
+        self._sequencer = self._sequenced(*self._calls[0], [("world",)])
+        self._between = self._sequencer
+        if replicas is not None:
+            lanes = scopes({"dense", *(p.route.exchange for p in plan)}, None)
+            self._between = self._sequenced(*self._calls[1], lanes)
+
+    def told(self, listener: Listener) -> None:
+        """Tell it, as long as it lives."""
+        self._listener = weakref.ref(listener)
+
+    @property
+    def sent(self) -> float:
+        """Payload bytes of gradients that this rank sent."""
+        return sum(meter.sent() for meter in self.meters.values())
+
+    def plain(self, unit: Unit) -> bool:
+        """Whether all of a unit's gradients go as they are in this step, and nothing is held back of them."""
+        self._begin()
+        return self._sorter.plain(unit.present)
+
+    def reduced(self, unit: Unit, table: Tensor, out: Tensor) -> None:
+        """FSDP2's own collective has done it."""
+        for name in unit.present:
+            nbytes = unit.specs[name].numel * table.dtype.itemsize / 2  # a reduce-scatter is half an all-reduce
+            self.meters[name].would_send(nbytes, self._shard.size)
+            self.meters[name].add_sent(2 * (self._shard.size - 1) / self._shard.size * nbytes)
+        self._seen(out)
+
+    def reduced_across(self, unit: Unit, flat: Tensor) -> None:
+        """The same between replicas: the process group's own collective has done it, of this rank's shard."""
+        assert self._replicas is not None
+        size, shards = self._replicas.inter.size, self._shard.size
+        for name in unit.present:
+            rows = reduce_scatter.chunks(unit.specs[name], shards)[self._shard.rank]
+            nbytes = rows.spec.numel * flat.dtype.itemsize
+            self.meters[name].would_send(nbytes, size)
+            self.meters[name].add_sent(2 * (size - 1) / size * nbytes)
+        self._seen(flat)
+
+    def to_owners(self, unit: Unit, table: Tensor, out: Tensor, op: Any) -> None:
+        """A unit's gradients, (P·n,), of which ``out``, (n,), gets this rank's mean or sum.
+
+        Raises:
+            PeerLost: a rank did not come.
+            CommlibError: a parameter has a gradient that had none when commlib was attached.
+        """
+        self._begin()
+        scale = {_MEAN: 1 / self._shard.size, _SUM: 1.0}.get(_kind(op))
+        table = table.view(self._shard.size, -1)
+        items = self._sorter.for_owners(unit, table)
+        trip = reduce_scatter.rounds(items, table, out, self._shard, self._factor(scale, op))
+        self.steps.submitted(self._go(self._sequencer, unit, trip, out), last=False)
+        self._seen(out)
+
+    def across(self, unit: Unit, flat: Tensor, op: Any) -> None:
+        """A unit's shard, (n,), already reduced inside a replica, becomes the mean or sum over all replicas."""
+        assert self._replicas is not None
+        self._begin()
+        between = self._replicas.inter
+        factor = self._factor({_MEAN: 1.0, _SUM: float(between.size)}.get(_kind(op)), op)
+        routes = self._sorter.for_replicas(unit, flat, self._replicas)
+        trip = lockstep([EXCHANGES[name].rounds(items, between, None) for name, items in routes.items()])
+        self.steps.submitted(self._go(self._between, unit, trip, flat), last=False)
+        if factor != 1.0:
+            flat.mul_(factor)
+        self._seen(flat)
+
+    def values(self, unit: Unit, part: Tensor, out: Tensor) -> None:
+        """This rank's chunks of a unit's parameters, (n,), to all: ``out``, (P·n,), the same bits on every rank."""
+        specs = [LayerSpec(s.name, s.shape, part.dtype, self.device) for s in unit.gathered()]
+        meters, arena = [self.value_meters[s.name] for s in specs], self._sorter.arena(("values", unit.name))
+        codecs = [self._codecs.get(s.name) for s in specs]
+        trip = parameters.rounds(specs, codecs, part, out, self._shard, meters, arena)
+        self._go(self._sequencer, unit, trip, out, "parameters of ")
+
+    def own(self, unit: Unit, what: str, call: Callable[[], Any], *, between: bool = False) -> Any:
+        """FSDP2's own collective of a unit; if it fails, with an error that names who is missing.
+
+        ``between``: replicas, and not of those that share the parameters out.
+        """
+        try:
+            with self._waiting():
+                return call()
+        except RuntimeError as e:
+            group, key, world = self._calls[between]
+            who = roll_call(group, key, world, timeout=5.0)
+            me = f"rank {world.rank} of {world.size}"
+            lost = PeerLost(f"{me} could not exchange {what} of {unit.name} in step {self.steps.count}: {e}; {who}")
+            raise self._sequencer.give_up(lost) from e
+
+    def codec_of(self, name: str) -> str:
+        """By which a parameter's values come, as text; empty: as they are."""
+        return str(self._codecs.get(name, ""))
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._sequencer.close()
+        self._between.close()
+
+    def parts(self) -> tuple[Any, ...]:
+        """What a trace records."""
+        return (self._sequencer, *([self._between] if self._replicas else []), self.steps)
+
+    # -- a step ---------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        this = torch._C._current_graph_task_id()
+        if this == self._pass:
+            return
+        self.steps.begin(remembers=self._sorter.remembers)  # a pass before it that broke off is given up
+        self.store.rescale(self._scale.now())
+        self._flags, self._pass = [], this
+        if not at_end_of_backward(self._end):
+            raise CommlibError("FSDP2 reduces gradients outside of a backward pass: commlib cannot tell steps apart")
+
+    def _seen(self, out: Tensor) -> None:
+        """Whether this part of the step is finite, as a number that is 0 or NaN, without waiting for the device."""
+        if self.steps.watched:
+            ends = torch.stack(torch.aminmax(out)) if out.numel() else out.new_zeros(1)
+            self._flags.append((ends.float() * 0).sum())
+
+    def _end(self) -> None:
+        """The backward pass has ended: all ranks hear of each other's parts."""
+        if self.steps.watched:
+            mine = torch.stack(self._flags).sum().view(1)
+            heard = torch.empty(self._shard.size, device=self.device)
+            call = AllGather(heard.view(torch.uint8), mine.view(torch.uint8))
+            future = self._sequencer.submit(f"the verdict on step {self.steps.count}", iter([[call]]), heard)
+            self._wait(future)
+            self.steps.check(heard)
+        else:
+            future = _done(self.device)
+        self.steps.submitted(future, last=True)
+        if (listener := self._listener()) is not None:
+            listener._exchanged_all(self.steps.count, joined=False)
+
+    def _waiting(self) -> contextlib.AbstractContextManager[None]:
+        listener = self._listener()
+        return contextlib.nullcontext() if listener is None else listener._waiting()
+
+    def _wait(self, future: torch.futures.Future[Tensor]) -> None:
+        with self._waiting():
+            wait(future, self.meanwhile)
+
+    # -- the process group ----------------------------------------------------------------------
+
+    def _sequenced(self, group: Any, key: str, world: World, lanes: Sequence[tuple[Scope, ...]]) -> Sequencer:
+        made = make_sequencer(group, key, world, self.device)
+        lay(made, lanes, group, Siblings(group, self.device), Throttle(None, 0))
+        weakref.finalize(self, made.close, wait=False)
+        return made
+
+    def _go(
+        self, sequencer: Sequencer, unit: Unit, rounds: Rounds, result: Tensor, what: str = ""
+    ) -> torch.futures.Future[Tensor]:
+        future = sequencer.submit(f"{what}{unit.name} of step {self.steps.count}", rounds, result)
+        self._wait(future)
+        return future
+
+    def meanwhile(self) -> None:
+        """Answers roll calls of both groups: who waits in one may be called in the other."""
+        for group, key, world in self._calls:
+            if found := answer_roll_call(group, key, world):
+                lost = PeerLost(
+                    f"rank {world.rank} of {world.size} could not go on: another rank has given up; {found}"
+                )
+                self._between.give_up(lost)
+                raise self._sequencer.give_up(lost)
+
+    def _factor(self, factor: float | None, op: Any) -> float:
+        if factor is None:
+            raise CommlibError(
+                f"FSDP2 asks for {op}, as after set_gradient_divide_factor(): call "
+                "set_force_sum_reduction_for_comms(True) on the same modules, and it divides by itself"
+            )
+        return factor
+
+
+def _kind(op: Any) -> Any:
+    return getattr(op, "op", op)  # a ReduceOp, or what it is of
+
+
+def _done(device: torch.device) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
+    future.set_result(torch.empty(0, device=device))
+    return future
+
+
+def _nobody() -> None:
+    return None

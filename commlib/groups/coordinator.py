@@ -1,0 +1,85 @@
+"""Where ranks post their figures and rank 0 its decisions: the process group's store.
+
+Every rank comes to review n after the same exchange. It posts, and waits for the decision; rank 0 waits for all
+posts, and publishes. So nobody waits for a rank that waits for him; each wait has a deadline and names who is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgpack
+
+from commlib.errors import PeerLost
+from commlib.groups.handshake import store_of, wait_for_all
+from commlib.groups.world import World
+
+_LOST = "lost"
+_GRACE = 5.0  # seconds
+
+
+class Board:
+    """The reviews of one attached model.
+
+    Args:
+        group: process group, whose store is used.
+        key: prefix of its keys, one for each attached model.
+        world: this rank.
+        timeout: seconds to wait for the others.
+    """
+
+    def __init__(self, group: Any, key: str, world: World, timeout: float) -> None:
+        self._store, self._key, self._world, self._timeout = store_of(group), key, world, timeout
+        self._count = 0
+
+    def review(
+        self, mine: Mapping[str, Any], decide: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """The next review.
+
+        Args:
+            mine: this rank's figures.
+            decide: called on rank 0 with all ranks' figures.
+
+        Returns:
+            Rank 0's decision.
+
+        Raises:
+            PeerLost: a rank did not post, or rank 0 did not decide, in time.
+        """
+        place = f"{self._key}/review/{self._count}"
+        self._store.set(f"{place}/{self._world.rank}", msgpack.packb(dict(mine)))
+        if self._world.rank == 0:
+            missing = wait_for_all(self._store, place, self._world, self._timeout)
+            if missing:
+                names = ", ".join(map(str, missing))
+                lost = f"review {self._count}: no figures of rank(s) {names} within {self._timeout:g} s"
+                self._store.set(f"{place}/decision", msgpack.packb({_LOST: lost}))
+                raise PeerLost(lost)
+            posts = [msgpack.unpackb(self._store.get(f"{place}/{r}")) for r in range(self._world.size)]
+            self._store.set(f"{place}/decision", msgpack.packb(dict(decide(posts))))
+        try:
+            # Rank 0 may have begun to wait for a missing rank later than this one: it shall be heard.
+            self._store.wait([f"{place}/decision"], datetime.timedelta(seconds=self._timeout + _GRACE))
+        except RuntimeError as e:
+            raise PeerLost(
+                f"review {self._count}: rank 0 has not decided within {self._timeout:g} s (this is rank "
+                f"{self._world.rank} of {self._world.size}): {e}"
+            ) from e
+        decision: dict[str, Any] = msgpack.unpackb(self._store.get(f"{place}/decision"))
+        if _LOST in decision:
+            raise PeerLost(decision[_LOST])
+        self._forget(self._count - 1)
+        self._count += 1
+        return decision
+
+    def _forget(self, count: int) -> None:
+        """Everybody has read review n − 1 when he has posted for review n, and this one is decided."""
+        if count >= 0:
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can delete
+                self._store.delete_key(f"{self._key}/review/{count}/{self._world.rank}")
+                if self._world.rank == 0:
+                    self._store.delete_key(f"{self._key}/review/{count}/decision")

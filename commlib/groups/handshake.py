@@ -1,0 +1,174 @@
+"""Do all ranks mean the same? Asked through the group's store: it works on any backend, has a deadline, and
+knows who has not answered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+from torch.distributed import distributed_c10d
+
+from commlib.errors import PeerLost, PlanMismatch
+from commlib.groups.world import World
+
+_FAILED = "failed"
+ATTACH = "attach"
+_DID = {ATTACH: "attached", "swap": "swapped to", "detach": "detached at"}
+
+
+def store_of(group: Any) -> Any:
+    """The key-value store behind a process group."""
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return distributed_c10d._get_process_group_store(group)  # torch 2.7: the group does not know it
+
+
+def meeting_place(group: Any, world: World) -> str:
+    """A key for the next :func:`agree`: the n-th call on one rank meets the n-th call on every other."""
+    return f"commlib/{store_of(group).add(f'commlib/count/{world.rank}', 1)}"
+
+
+def share(group: Any, key: str, mine: Mapping[str, str], world: World, timeout: float) -> list[dict[str, str]]:
+    """What every rank says of itself, in rank order.
+
+    Args:
+        group: process group.
+        key: the same on all ranks; :func:`agree` may use it too.
+        mine: name → value.
+        world: this rank.
+        timeout: seconds to wait for the others.
+
+    Raises:
+        PlanMismatch: a rank has failed before.
+        PeerLost: a rank did not answer in time; the message names it.
+    """
+    tell(group, key, mine, world)
+    _await(group, f"{key}/self", world, timeout, ATTACH)
+    said = [msgpack.unpackb(store_of(group).get(f"{key}/self/{r}")) for r in range(world.size)]
+    for other, text in enumerate(said):
+        if _FAILED in text:
+            raise PlanMismatch(f"rank {other} failed to attach (this is rank {world.rank}): {text[_FAILED]}")
+    return said
+
+
+def tell(group: Any, key: str, mine: Mapping[str, str], world: World) -> None:
+    """This rank's part of :func:`share`, for one that has no need of the others'."""
+    store_of(group).set(f"{key}/self/{world.rank}", msgpack.packb(dict(mine)))
+
+
+def agree(group: Any, key: str, mine: Mapping[str, str], world: World, timeout: float, doing: str = ATTACH) -> None:
+    """Returns when every rank has published the same description under ``key``.
+
+    Args:
+        group: process group.
+        key: the same on all ranks, used once.
+        mine: what this rank is about to do; name → value.
+        world: this rank.
+        timeout: seconds to wait for the others.
+        doing: attach, swap or detach.
+
+    Raises:
+        PlanMismatch: some rank's description differs; every rank raises it, naming both sides.
+        PeerLost: a rank did not answer in time; the message names it.
+    """
+    store = store_of(group)
+    packed: bytes = msgpack.packb(dict(mine))
+    digest = hashlib.sha256(packed).digest()
+    store.set(f"{key}/text/{world.rank}", packed)
+    store.set(f"{key}/digest/{world.rank}", digest)
+    _await(group, f"{key}/digest", world, timeout, doing)
+    for other in range(world.size):
+        if store.get(f"{key}/digest/{other}") != digest:
+            theirs = msgpack.unpackb(store.get(f"{key}/text/{other}"))
+            if _FAILED in theirs:
+                raise PlanMismatch(f"rank {other} failed to {doing} (this is rank {world.rank}): {theirs[_FAILED]}")
+            raise PlanMismatch(f"ranks {_DID[doing]} different things: {difference(mine, theirs, world.rank, other)}")
+
+
+def publish_failure(group: Any, key: str, world: World, error: BaseException) -> None:
+    """Tells the ranks that wait in :func:`share` or :func:`agree` why this one will not come."""
+    packed: bytes = msgpack.packb({_FAILED: str(error)})
+    store = store_of(group)
+    if not store.check([f"{key}/self/{world.rank}"]):  # else what it has said stands, for those who read it later
+        store.set(f"{key}/self/{world.rank}", packed)
+    store.set(f"{key}/text/{world.rank}", packed)
+    store.set(f"{key}/digest/{world.rank}", hashlib.sha256(packed).digest())
+
+
+def publish_absence(group: Any, error: BaseException) -> None:
+    """As :func:`publish_failure`, for a failure that comes before this rank has a key. ``group`` may be None."""
+    if group is not None:
+        world = World(group.rank(), group.size())
+        publish_failure(group, meeting_place(group, world), world, error)
+
+
+def wait_for_all(store: Any, key: str, world: World, timeout: float) -> list[int]:
+    """The ranks that have not set ``key/rank`` after ``timeout`` seconds."""
+    keys = [f"{key}/{r}" for r in range(world.size)]
+    try:
+        store.wait(keys, datetime.timedelta(seconds=timeout))
+    except RuntimeError:  # DistError from a TCPStore, a bare RuntimeError from a FileStore or HashStore
+        return [r for r, k in enumerate(keys) if not store.check([k])]
+    return []
+
+
+def roll_call(group: Any, key: str, world: World, timeout: float) -> str:
+    """After a failure: who else is still there, in words, which are left for the others too. Never raises."""
+    return roll_call_at(store_of(group), key, world, timeout)
+
+
+def roll_call_at(store: Any, key: str, world: World, timeout: float) -> str:
+    """The same at a store."""
+    try:
+        store.set(f"{key}/called", b"")
+        store.set(f"{key}/{world.rank}", b"here")
+        missing = wait_for_all(store, key, world, timeout)
+        words = f"{_ranks(missing)} did not answer a roll call" if missing else "all ranks still answer a roll call"
+        store.set(f"{key}/verdict", words)
+    except Exception as e:
+        return f"the store that would know who is missing does not answer either ({type(e).__name__})"
+    return words
+
+
+def answer_roll_call(group: Any, key: str, world: World) -> str:
+    """Says "here" if somebody has called: for a rank that waits, perhaps for the rank that is gone. Never raises.
+
+    Returns:
+        What the roll call found, once it is over. Whoever called has given up, so to wait for it is of no use: a rank
+        that shares no process group with the one that is gone would not learn it in any other way.
+    """
+    with contextlib.suppress(Exception):  # the store may be gone; the wait itself will tell
+        store = store_of(group)
+        if store.check([f"{key}/called"]):
+            store.set(f"{key}/{world.rank}", b"here")
+            if store.check([f"{key}/verdict"]):
+                words: str = store.get(f"{key}/verdict").decode()
+                return words
+    return ""
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _await(group: Any, key: str, world: World, timeout: float, doing: str) -> None:
+    missing = wait_for_all(store_of(group), key, world, timeout)
+    if missing:
+        raise PeerLost(
+            f"commlib.{doing}: {_ranks(missing)} of {world.size} did not {doing} within {timeout:g} s "
+            f"(this is rank {world.rank}). Every rank must {doing} its models in the same order."
+        )
+
+
+def difference(mine: Mapping[str, str], theirs: Mapping[str, str], me: int, other: int) -> str:
+    """What two ranks say differently, in words; at most three names."""
+    names = [n for n in {**mine, **theirs} if mine.get(n) != theirs.get(n)]
+    sides = ((n, mine.get(n, "nothing"), theirs.get(n, "nothing")) for n in names[:3])
+    shown = "; ".join(f"{n}: rank {me} has {a!r}, rank {other} has {b!r}" for n, a, b in sides)
+    more = f"; and {len(names) - 3} more" if len(names) > 3 else ""
+    return shown + more

@@ -1,0 +1,1 @@
+"""Lightning, Accelerate and transformers."""

@@ -1,0 +1,169 @@
+"""A part of a model that meets by itself: its exchange, what all ranks share of it, and what is under way.
+
+Order: every rank begins and ends the meetings of its fragments after the same steps. Each fragment has an exchange of
+its own (a process group, a thread), so what several have under way at once may pass each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.futures import Future
+
+from commlib.ddp.state import HookState
+from commlib.errors import CheckpointMismatch
+from commlib.local_sgd.blocks import blocks_of
+from commlib.local_sgd.outer_optimizers import Rule
+from commlib.runtime.backward import wait
+from commlib.runtime.finite import finite
+from commlib.runtime.layers import plain_name
+
+
+class Part(nn.Module):
+    """Some parameters of a model, under the names and in the modules that they have there."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self._whole, self._chosen = [model], frozenset(names)  # in a list it is no module of this one
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those that were chosen."""
+        everything = self._whole[0].named_parameters(*args, **kwargs)
+        return ((n, p) for n, p in everything if plain_name(n) in self._chosen)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """All of the model."""
+        yield from self._whole[0].named_modules(*args, **kwargs)
+
+
+class Fragment:
+    """Blocks of parameters, and their exchange.
+
+    Args:
+        parameters: name → parameter.
+        state: the exchange.
+        rule: of local steps.
+        ranks: that the rule counts.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], state: HookState, rule: Rule, ranks: int) -> None:
+        self.state, self._rule, self._ranks = state, rule, ranks
+        self.blocks = blocks_of(parameters, rule.slots)
+        self.left = 0
+        """The step after which it was on its way last."""
+        self.lands: int | None = None
+        """The step after which what is under way counts; None if nothing is."""
+        self._futures: list[Future[Tensor]] = []
+        self._apart: list[Tensor] = []
+
+    def begin(self, now: int, delay: int = 0) -> None:
+        """How far this rank has gone after step ``now`` is on its way to the others."""
+        for block in self.blocks:
+            block.measure()
+        self._apart = [block.delta.clone() for block in self.blocks] if self._rule.apart else []
+        self._futures, self.lands = [self.state.reduce(block) for block in self.blocks], now + delay
+        self.left = now
+
+    def settle(self) -> None:
+        """Waits for what is under way.
+
+        Raises:
+            PeerLost: a rank did not come.
+        """
+        for future in self._futures:
+            wait(future, self.state._meanwhile)
+        self._futures = []
+
+    def land(self, mix: float) -> bool:
+        """What was under way counts: the shared values move, and this rank's go on from them; whether all was finite.
+
+        Args:
+            mix: of this rank's values that it keeps, where it has gone on since.
+
+        Raises:
+            PeerLost: a rank did not come.
+        """
+        self.settle()
+        self.lands = None
+        if not all(finite(block.delta) for block in self.blocks):  # the same bits, so the same on all ranks
+            return False
+        for i, block in enumerate(self.blocks):
+            self._rule.move(block.shared, block.delta, self._ranks, block.slots)
+            for (p, shared), (_, gone) in zip(
+                block.views(block.shared), block.views(self._apart[i] if self._apart else block.shared), strict=True
+            ):
+                if self._apart:
+                    self._rule.rejoin(p, shared, gone, self._ranks)
+                elif mix:
+                    p.lerp_(shared, 1 - mix)
+                else:
+                    p.copy_(shared)
+        return True
+
+    def go_back(self) -> None:
+        """This rank's values are the shared ones."""
+        for block in self.blocks:
+            for p, shared in block.views(block.shared):
+                p.copy_(shared)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run needs to go on, with what is under way."""
+        self.settle()
+        rows = {"shared": [b.shared for b in self.blocks], "delta": [b.delta for b in self.blocks]}
+        rows |= {f"slot {s}": [b.slots[s] for b in self.blocks] for s in self._rule.slots}
+        if self._apart:
+            rows["apart"] = self._apart
+        named = {what: self._named(of) for what, of in rows.items()}
+        return {"values": named, "left": self.left, "lands": self.lands, "exchange": self.state.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As it was.
+
+        Raises:
+            CheckpointMismatch: it is of other parameters.
+        """
+        if state["values"]["shared"].keys() != self._named([b.shared for b in self.blocks]).keys():
+            raise CheckpointMismatch("the checkpoint is of a model with other parameters, or cut in other fragments")
+        self.settle()
+        self.state.load_state_dict(state["exchange"])
+        self.left, self.lands = state["left"], state["lands"]
+        self._apart = [torch.empty_like(b.delta) for b in self.blocks] if "apart" in state["values"] else []
+        for i, block in enumerate(self.blocks):
+            rows = {"shared": block.shared, "delta": block.delta} | {f"slot {s}": t for s, t in block.slots.items()}
+            if self._apart:
+                rows["apart"] = self._apart[i]
+            for what, row in rows.items():
+                for name, (_, part) in zip(block.members, block.views(row), strict=True):
+                    part.copy_(state["values"][what][name])
+
+    def _named(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for block, row in zip(self.blocks, rows, strict=True):
+            found |= {n: part.clone() for n, (_, part) in zip(block.members, block.views(row), strict=True)}
+        return found
+
+
+def cut(parameters: Mapping[str, nn.Parameter], fragments: int) -> list[dict[str, nn.Parameter]]:
+    """In their order, of about as many bytes each, none empty; what belongs to one module stays together.
+
+    Raises:
+        ValueError: there are fewer modules than fragments.
+    """
+    modules = [dict(own) for _, own in itertools.groupby(parameters.items(), lambda one: one[0].rpartition(".")[0])]
+    if not 1 <= fragments <= len(modules):
+        raise ValueError(f"a model of {len(modules)} layers is cut in 1 to {len(modules)} fragments, not {fragments}")
+    found: list[dict[str, nn.Parameter]] = [{}]
+    sizes = [sum(p.nbytes for p in own.values()) for own in modules]
+    left, here = sum(sizes), 0
+    for i, (own, size) in enumerate(zip(modules, sizes, strict=True)):
+        more, rest = fragments - len(found), len(modules) - i
+        if found[-1] and more and (rest == more or here + size / 2 > (left + here) / (more + 1)):
+            found.append({})
+            here = 0
+        found[-1] |= own
+        here, left = here + size, left - size
+    return found

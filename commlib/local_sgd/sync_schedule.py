@@ -1,0 +1,143 @@
+"""When ranks meet: after every τ steps, a number that is given, or follows from what steps and meetings take."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from commlib.local_sgd.tau import at_most, meeting_share, naive_speedup, steps_for
+from commlib.runtime.plugins import build, split
+
+_ROUNDS = 5
+_CALM = 0.2  # τ stays where another would be nearer than this share of it
+
+
+@dataclasses.dataclass(frozen=True)
+class Auto:
+    """τ by measurement.
+
+    Args:
+        share: of all time that meetings may take, in (0, 1); SparkNet's rule of thumb is a sixth.
+        first: steps to the first meeting, when nothing is known yet.
+        most: steps between two meetings, at most.
+    """
+
+    share: float = 1 / 6
+    first: int = 10
+    most: int = 1000
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share < 1:
+            raise ValueError(f"tau=auto: share must be in (0, 1), got {self.share}")
+        if not 1 <= self.first <= self.most:
+            raise ValueError(f"tau=auto: 1 ≤ first ≤ most, got first={self.first}, most={self.most}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """What all ranks together measured.
+
+    Attributes:
+        step_s: C, seconds of a step.
+        meeting_s: S, seconds of a meeting.
+    """
+
+    step_s: float
+    meeting_s: float
+
+    @classmethod
+    def of_all(cls, posts: Sequence[Mapping[str, float]]) -> Figures:
+        """The slowest rank's step; and the meeting of who came last, for he alone did not wait for others in it."""
+        return cls(max(p["step_s"] for p in posts), min(p["meeting_s"] for p in posts))
+
+
+class Pace:
+    """A state machine without a clock.
+
+    A round of τ steps has one meeting of each fragment, at equal distances; the last one's ends it.
+
+    Args:
+        tau: as the user has it: a number, ``auto``, or ``auto:share=0.1,first=10,most=1000``.
+        ranks: that meet.
+        fragments: of the model.
+
+    Raises:
+        ValueError: it is none of these; there are more fragments than steps in a round.
+    """
+
+    def __init__(self, tau: int | str, ranks: int, fragments: int = 1) -> None:
+        self.auto = _auto(tau) if isinstance(tau, str) else None
+        self.told = f"auto:{_options(self.auto)}" if self.auto else str(tau)
+        self.tau = self.auto.first if self.auto else int(tau)
+        if self.tau < 1:
+            raise ValueError(f"tau is 1 step or more, got {tau}")
+        if not 1 <= fragments <= self.tau:
+            raise ValueError(f"fragments meet one after another within tau={self.tau} steps: 1 to {self.tau} of them")
+        self.since, self._ranks, self._fragments = 0, ranks, fragments
+        self.figures: Figures | None = None
+        self._steps: collections.deque[float] = collections.deque(maxlen=_ROUNDS)
+        self._meetings: collections.deque[float] = collections.deque(maxlen=_ROUNDS)
+
+    def step(self) -> list[int]:
+        """A step is done; the fragments whose turn it is to meet."""
+        self.since += 1
+        due = [f for f in range(self._fragments) if self.since == -(-(f + 1) * self.tau // self._fragments)]
+        if self.since >= self.tau:
+            self.since = 0
+        return due
+
+    def met(self, step_s: float, meeting_s: float) -> None:
+        """A round is over: seconds of one of its steps, and of the meeting."""
+        self._steps.append(max(step_s, 1e-9))
+        self._meetings.append(meeting_s)
+
+    def mine(self) -> dict[str, float]:
+        """What this rank posts."""
+        return {"step_s": statistics.median(self._steps), "meeting_s": statistics.median(self._meetings)}
+
+    def decide(self, posts: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+        """The next τ, by all ranks' figures; one rank decides for all."""
+        auto, found = self.auto or Auto(), Figures.of_all(posts)
+        best = min(auto.most, steps_for(found.step_s, found.meeting_s, auto.share))
+        calm = self.figures is not None and abs(best - self.tau) <= _CALM * self.tau
+        return {"tau": self.tau if calm else best, **dataclasses.asdict(found)}
+
+    def follow(self, decision: Mapping[str, Any]) -> bool:
+        """Takes it over; whether τ is another now."""
+        before, self.tau = self.tau, int(decision["tau"])
+        self.figures = Figures(decision["step_s"], decision["meeting_s"])
+        return self.tau != before
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run needs to go on."""
+        return {"tau": self.tau, "since": self.since}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As it was."""
+        self.tau, self.since = state["tau"], state["since"]
+
+    def __str__(self) -> str:
+        """With SparkNet's model of what it gains (ICLR 2016, section 2.3), once it is measured."""
+        if self.figures is None:
+            return f"a meeting after every {self.tau} steps" + (", not measured yet" if self.auto else "")
+        c, s, k = self.figures.step_s, self.figures.meeting_s, self._ranks
+        return (
+            f"a meeting after every {self.tau} steps: a step takes {c:.3g} s and a meeting {s:.3g} s, "
+            f"{100 * meeting_share(c, s, self.tau):.0f} % of all time; {k} ranks are at most "
+            f"{at_most(c, s, self.tau, k):.2f} times as fast as one, and {naive_speedup(c, s, k):.2f} times "
+            "if they divided its batch and met in every step"
+        )
+
+
+def _auto(spec: str) -> Auto:
+    name, options = split("tau", spec, "share")
+    if name != "auto":
+        raise ValueError(f"tau is a number of steps, or auto, or auto:share=0.1; got {spec!r}")
+    return build(Auto, "tau=auto", options)
+
+
+def _options(auto: Auto) -> str:
+    return ",".join(f"{f.name}={getattr(auto, f.name):g}" for f in dataclasses.fields(auto))

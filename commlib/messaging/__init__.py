@@ -1,0 +1,1 @@
+"""Messages between processes: frames, sessions, flow control, endpoints, keys."""

@@ -1,0 +1,1 @@
+"""Watching a run: logs, compression errors, equal replicas, ``commlib top``."""

@@ -1,0 +1,1 @@
+"""Plans: which layer goes by which exchange and codec, and what that is expected to cost."""

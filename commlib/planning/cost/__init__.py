@@ -1,0 +1,1 @@
+"""Cost model of exchanges: bytes, seconds on a link, overlap with the backward pass."""

@@ -1,0 +1,251 @@
+"""The manager on one rank: it notes down steps, comes to reviews, and does what was decided.
+
+All in the thread of the backward pass. A review is held when an exchange has come through, so nothing of this model is
+under way; what it measures travels on process groups that nothing else uses then: that of the rows' first rounds, and
+under a hierarchy those of its levels (:meth:`commlib.exchange.tracks.Tracks.first`). The
+exchanges until the next review are part of the decision, so all ranks come to it after the same one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from commlib.errors import CommlibError
+from commlib.exchange.factors.layers import FactorLayers
+from commlib.groups.coordinator import Board
+from commlib.groups.world import World
+from commlib.planning.manager.candidates import Model
+from commlib.planning.manager.codec_cost import Cost, measure
+from commlib.planning.manager.controller import Pilot
+from commlib.planning.manager.decision import Decision
+from commlib.planning.manager.link_probe import Probe, measure_product
+from commlib.planning.manager.measurements import Figures, Sheet, slowest
+from commlib.planning.plan import Plan
+from commlib.planning.route import Route, resolve
+from commlib.runtime.layer import LayerSpec
+from commlib.telemetry.stats import Meter
+from commlib.telemetry.trace import NONE, Trace
+
+log = logging.getLogger("commlib")
+
+
+class Options(Protocol):
+    """The routes that a manager chooses among, and for which parameters: the part of ``Setup`` that it uses."""
+
+    @property
+    def specs(self) -> Sequence[LayerSpec]:
+        """Specs of all trained parameters."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+
+    @property
+    def choice(self) -> Mapping[str, Plan]:
+        """Route → the plan in which everything goes by it that can."""
+
+    @property
+    def policy(self) -> str:
+        """The policy in words."""
+
+
+class Manager:
+    """Chooses routes for the layers that have several.
+
+    Args:
+        options: the parameters, and the routes to choose among.
+        factors: taps on the linear layers whose rows can be sent; it makes none of them active until it has decided.
+        board: for its reviews.
+        probe: of the link, on process groups that carry nothing else while no exchange is under way.
+        world: this rank.
+        meters: of all parameters.
+        note: what there is to say of its plans besides.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        factors: FactorLayers,
+        board: Board,
+        probe: Probe,
+        world: World,
+        meters: Mapping[str, Meter],
+        note: str = "",
+    ) -> None:
+        self._factors, self._board, self._probe, self._world = factors, board, probe, world
+        self._meters, self._note = meters, note
+        self._choice, self._policy, self._device = options.choice, options.policy, options.device
+        self._routes = {name: resolve(name, world.size) for name in options.choice}
+        compressed = {name: plan for name, plan in options.choice.items() if not self._routes[name].codec.lossless}
+        self._model = Model(options.specs, factors.names, compressed, options.choice.get("push_pull"))
+        self._dtypes = {s.layer: s.dtype for s in options.specs}
+        self._codecs: dict[str, Cost] = {}
+        self._pilot = Pilot(self._model)
+        self._sheet = Sheet()
+        self._rows: dict[str, int] = {}
+        self._count = 0
+        self._before = 0, {name: _seconds(meter) for name, meter in meters.items()}
+        self.decision = self._pilot.first()
+        factors.observer = self._sheet
+        self.trace: Trace = NONE
+        self._take(self.decision)
+
+    # -- what the hook tells --
+
+    def bucket(self, parameters: Sequence[str]) -> None:
+        """DDP hands over a bucket of these parameters."""
+        if parameters[0] in self._model.unit_of:  # a sparse one is by itself, and has no choice of routes
+            self._sheet.bucket(tuple(parameters))
+
+    def backward_ended(self) -> None:
+        """But the exchange has not."""
+        self._sheet.backward_ended()
+
+    def saw(self, ended: float, buckets: Sequence[tuple[float, tuple[str, ...]]]) -> None:
+        """What the hook would have told of an exchange that DDP has made by itself; :func:`time.perf_counter`."""
+        for at, names in buckets:
+            self._sheet.bucket(names, at)
+        self._sheet.backward_ended(ended)
+
+    def exchanged(self) -> bool:
+        """Everything of this step has come through. At a review, waits for all ranks.
+
+        Returns:
+            Whether the decision is another one.
+
+        Raises:
+            PeerLost: a rank did not come to the review.
+        """
+        self._sheet.end()
+        self._count += 1
+        self._left -= 1
+        if self._left > 0:
+            return False
+        before = self.decision
+        with self.trace.measure("manager", "review"):
+            self._take(Decision.from_wire(self._board.review(self._figures().to_wire(), self._decide)))
+        if self.decision.said:
+            self.trace.instant("manager", self.decision.phase, said=self.decision.said)
+        self._sheet.resume()
+        return not self.decision.plans_as(before)
+
+    @property
+    def settled(self) -> bool:
+        """Whether it has chosen, and only watches now."""
+        return self.decision.phase in ("steady", "failed")
+
+    @property
+    def predicted_s(self) -> float | None:
+        """Seconds of a step with the routes as they are."""
+        return self.decision.step_s and self.decision.step_s[0]
+
+    def plan(self, now: Plan) -> Plan:
+        """The plan as decided, from the one so far. From here on the time of its routes is counted."""
+        d = self.decision
+        self._before = self._count, {name: _seconds(m) for name, m in self._meters.items()}
+        layers = {}
+        for name, p in now.layers.items():
+            if p.spec.sparse:
+                layers[name] = p
+                continue
+            unit = self._model.unit_of[name]
+            own = unit == name or p.spec.kind == "linear.weight"
+            why = d.why.get(unit, "measuring") if own else "goes with its weight"
+            seconds = d.predicted.get(unit) if own else None
+            spec = dataclasses.replace(p.spec, rows=d.rows.get(unit)) if own else p.spec
+            route = p.dense
+            if unit in d.routes:
+                by = self._choice[d.routes[unit]].layers[name]
+                left = not own and by.route.exchange == "dense" and by.route.codec.lossless
+                route, why = by.route, by.reason if left else why
+            layers[name] = dataclasses.replace(p, spec=spec, route=route, reason=why, predicted_s=seconds)
+        return dataclasses.replace(now, layers=layers, about=self.about())
+
+    def measured(self, now: Plan) -> Plan:
+        """The plan with the time that each layer's exchange has taken since its routes were chosen."""
+        count, before = self._before
+        if count == self._count:
+            return now
+        layers = {}
+        for name, p in now.layers.items():
+            seconds = (_seconds(self._meters[name]) - before.get(name, 0.0)) / (self._count - count)
+            layers[name] = dataclasses.replace(p, measured_s=seconds)
+        return dataclasses.replace(now, layers=layers)
+
+    def about(self) -> str:
+        """The state of affairs in a line."""
+        d = self.decision
+        said = f"{self._policy}: measuring dense steps"
+        if d.step_s is not None:
+            planned, dense = (f"{seconds * 1e3:.4g} ms" for seconds in d.step_s)
+            said = f"{self._policy} ({d.phase}): predicted {planned} a step, all dense {dense}"
+        return "; ".join(filter(None, [said, self._note]))
+
+    # -- a review --
+
+    def _figures(self) -> Figures:
+        steps = self._sheet.take()[self.decision.skip :]
+        for step in steps:
+            for name, count in step.rows.items():
+                self._rows[name] = max(count, self._rows.get(name, 0))
+        measured: dict[str, Any] = {"wire": (self._wire() - self._wire_before) / self.decision.steps}
+        if self.decision.probe:
+            began = time.perf_counter()
+            measured["link"] = self._probe.link()
+            measured["products"] = self._products()
+            measured["probe_s"] = time.perf_counter() - began
+            measured["codecs"] = self._codecs = self._codecs or self._costs()  # they do not depend on the link
+        terms = self._factors.terms()
+        return Figures.of(steps, arithmetic="; ".join(terms.values()), **measured)
+
+    def _products(self) -> dict[str, tuple[float, float]]:
+        found = {}
+        for name, (n, m, rows) in self._model.worth_measuring(self._rows, self._world.size).items():
+            dtype = self._dtypes.get(name, torch.float32)
+            counts = (rows, self._world.size * rows)
+            local, rebuilt = (measure_product(n, m, k, dtype, self._device) for k in counts)
+            found[name] = (local, rebuilt)
+        return found
+
+    def _costs(self) -> dict[str, Cost]:
+        found = {}
+        for name, route in self._routes.items():
+            if not route.codec.lossless:
+                timed = Route("gather", route.codec) if route.by_rows else route  # every rank decodes them all
+                found[name] = measure(timed, self._world, self._device)
+        return found
+
+    def _wire(self) -> float:
+        """Seconds that collectives were under way since attach, one after another."""
+        return sum(m.seconds()["wire"] for m in self._meters.values())
+
+    def _decide(self, posts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """On rank 0 only."""
+        try:
+            decision = self._pilot.review(slowest([Figures.from_wire(p) for p in posts]))
+        except CommlibError:
+            raise
+        except Exception:  # the others wait for an answer, and dense is always one
+            log.exception("the manager failed; from here on all layers are dense")
+            decision = Decision(steps=1 << 62, watch=False, probe=False, phase="failed")
+        if decision.said:
+            log.info("after %d exchanges: %s", self._count, decision.said)
+        return decision.to_wire()
+
+    def _take(self, decision: Decision) -> None:
+        self.decision = decision
+        self._left = decision.steps
+        self._wire_before = self._wire()
+        self._factors.watch = decision.watch
+        routes = {name: self._routes[r] for name, r in decision.routes.items()}
+        self._factors.activate({name: r for name, r in routes.items() if r.by_rows}, decision.rows)
+
+
+def _seconds(meter: Meter) -> float:
+    return sum(meter.seconds().values())

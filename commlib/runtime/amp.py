@@ -1,0 +1,99 @@
+"""Gradients of a loss that a GradScaler has scaled: nobody but autograd sees the scale.
+
+Those that leave during the backward pass are divided in their copies. Parameters' own are divided once, at the end of
+the step, and by the scaler itself: so it knows whether one has overflowed when its ``update()`` asks.
+
+The scale is read when the first gradient leaves. That waits for the device, as the gradient's copy does anyway: there
+is nothing to gain from reading it ahead, as DDP's hook does (:mod:`commlib.runtime.loss_scale`), which copies nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler, OptState
+from torch.optim import Optimizer
+
+from commlib.errors import CommlibError
+from commlib.runtime.finite import finite
+
+_log = logging.getLogger("commlib")
+
+
+class Scaled:
+    """What one worker's scaler does to the gradients of one optimizer.
+
+    Args:
+        scaler: one that is enabled.
+        optimizer: of all parameters whose gradients leave.
+    """
+
+    def __init__(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        self._scaler, self._optimizer = scaler, optimizer
+        self._factor: float | None = None  # of gradients as they lie in parameters; None: nobody has asked in this step
+        self._warned = False
+
+    @classmethod
+    def of(cls, scaler: Any, optimizer: Optimizer) -> Scaled | None:
+        """The user's; None, if there is none, or it is not enabled.
+
+        Raises:
+            TypeError: this is no GradScaler.
+        """
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
+        return cls(scaler, optimizer) if scaler is not None and scaler.is_enabled() else None
+
+    def unscale(self, row: Tensor) -> Tensor | None:
+        """A copy of gradients, (n,), as they would be of the loss itself, in place; None: they have overflowed.
+
+        Raises:
+            CommlibError: the loss was not scaled.
+        """
+        if self._factor is None:
+            scale = self._scaler._get_scale_async()
+            if scale is None:
+                raise CommlibError("these gradients are not of a scaled loss: call scaler.scale(loss).backward()")
+            self._factor = float(scale.detach().cpu().double().reciprocal())
+        if self._factor != 1.0:
+            row.mul_(self._factor)
+        return row if finite(row) else None
+
+    def settle(self) -> None:
+        """Parameters' own gradients are without the scale from now on: after the backward pass, once a step.
+
+        Raises:
+            CommlibError: the scaler has not been updated since the step before.
+        """
+        state = self._scaler._per_optimizer_states[id(self._optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise CommlibError(
+                "scaler.update() was not called since the step before: after scaler.scale(loss).backward() come "
+                "server.step(), in place of scaler.step(optimizer), and scaler.update()"
+            )
+        scale = self._scaler._get_scale_async()
+        if scale is None:
+            return  # no loss was scaled yet; if there are gradients all the same, unscale() says so
+        if state["stage"] is OptState.UNSCALED:
+            self._warn()
+        else:
+            self._scaler.unscale_(self._optimizer)
+        if not state["found_inf_per_device"]:  # no gradient at all, which update() would take for a mistake
+            state["found_inf_per_device"] = {scale.device: torch.zeros((), device=scale.device)}
+        state["stage"] = OptState.STEPPED
+        self._factor = 1.0
+
+    def end_step(self) -> None:
+        """The next one begins."""
+        self._factor = None
+
+    def _warn(self) -> None:
+        if self._factor is not None and not self._warned:
+            _log.warning(
+                "scaler.unscale_() was called before server.step(), and gradients have left before that: what was done "
+                "to them since, clipping for instance, the servers do not see"
+            )
+            self._warned = True

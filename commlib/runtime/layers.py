@@ -1,0 +1,180 @@
+"""What a model's parameters are called, and what they are."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from commlib.runtime.layer import Kind, LayerSpec
+
+_CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_NORM = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+
+
+def inside(module: nn.Module) -> nn.Module:
+    """The model that a DDP wraps; any other module itself."""
+    inner: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
+    return inner
+
+
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Name → parameter for all that need a gradient; shared ones once, under their first name.
+
+    The prefixes that DDP and torch.compile add are left out, so a checkpoint does not depend on them.
+    """
+    return {plain_name(n): p for n, p in module.named_parameters() if p.requires_grad}
+
+
+def layer_specs(module: nn.Module, left_out: Collection[str] = ()) -> list[LayerSpec]:
+    """The specs of :func:`trained_parameters`, in the same order.
+
+    Args:
+        module: the model inside DDP.
+        left_out: parameters that DDP does not reduce (names as ``named_parameters`` has them): they have no spec.
+
+    Raises:
+        TypeError: a trained parameter is not real floating point.
+        ValueError: the weight of an embedding with ``sparse=True`` that others use, too; nothing to train.
+    """
+    kinds, sparse = kinds_of(module), {id(p): name for name, p in sparse_weights(module).items()}
+    ignored = {id(p) for name, p in module.named_parameters() if name in left_out}
+    layers = {id(p): name for name, m in linear_layers(module, left_out).items() for p in m.parameters()}
+    specs = [
+        LayerSpec(
+            name,
+            tuple(p.shape),
+            p.dtype,
+            p.device,
+            kinds.get(name, "other"),
+            layer=layers.get(id(p)),
+            sparse=id(p) in sparse,
+        )
+        for name, p in trained_parameters(module).items()
+        if id(p) not in ignored
+    ]
+    if not specs:
+        raise ValueError("the model has no parameter that requires a gradient: there is nothing to exchange")
+    return specs
+
+
+def linear_layers(module: nn.Module, left_out: Collection[str] = ()) -> dict[str, nn.Linear]:
+    """Name → layer for every ``nn.Linear`` whose gradient is made of the rows that pass through it, and of no others.
+
+    Those are plain ones (a subclass may do anything) with trained parameters that no other module has, none of them
+    ``left_out`` of DDP (names as ``named_parameters`` has them).
+    """
+    ignored = {id(p) for name, p in module.named_parameters() if name in left_out}
+    modules = dict(module.named_modules())
+    uses = collections.Counter(id(p) for m in modules.values() for p in m._parameters.values() if p is not None)
+    found = {}
+    for name, m in modules.items():
+        if type(m) is nn.Linear and set(m._parameters) == {"weight", "bias"}:  # neither parametrized nor normed
+            own = [p for p in m._parameters.values() if p is not None]
+            if own and all(p.requires_grad and uses[id(p)] == 1 and id(p) not in ignored for p in own):
+                found[plain_name(name)] = m
+    return found
+
+
+def check_frozen_integers(module: nn.Module, names: Mapping[str, object]) -> None:
+    """Raises TypeError if a rule names, without wildcards, a parameter that has no gradient to compress."""
+    for full, p in module.named_parameters():
+        name = plain_name(full)
+        if name in names and not p.requires_grad:
+            what = f"is {p.dtype}" if not p.dtype.is_floating_point else "is frozen (requires_grad=False)"
+            raise TypeError(f"rule {name!r}: the parameter {what}, so it has no gradient to compress; remove the rule")
+
+
+def plain_name(name: str) -> str:
+    """A parameter's or module's, without what torch.compile puts before it."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def sparse_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Name → parameter for the trained weights of embeddings with ``sparse=True``: their gradients are sparse.
+
+    Raises:
+        ValueError: others use one of them, too: then its gradient is sparse in part only.
+    """
+    found: dict[str, Tensor] = {}
+    uses = collections.Counter(id(p) for m in module.modules() for p in m._parameters.values() if p is not None)
+    tables = [(n, m) for n, m in module.named_modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
+    alike = collections.Counter(id(m.weight) for _, m in tables)
+    for prefix, m in tables:
+        name = plain_name(f"{prefix}.weight" if prefix else "weight")
+        if uses[id(m.weight)] != alike[id(m.weight)]:
+            raise ValueError(
+                f"{name} is of an embedding with sparse=True, and other modules use it, too: their gradients of it are "
+                "dense, and DDP exchanges one kind; set sparse=False"
+            )
+        if m.weight.requires_grad:
+            found.setdefault(name, m.weight)
+    return found
+
+
+def refuse_sparse(module: nn.Module, who: str) -> None:
+    """Raises ValueError if an embedding has ``sparse=True``: ``who`` exchanges dense gradients only."""
+    for name in sparse_weights(module):
+        raise ValueError(
+            f"{name} is of an embedding with sparse=True, and {who} exchanges no sparse gradients: set sparse=False, "
+            "or wrap the model in DDP and commlib.attach() to that, which does"
+        )
+
+
+def kinds_of(module: nn.Module) -> dict[str, Kind]:
+    """Parameter → its role."""
+    kinds: dict[str, Kind] = {}
+    for prefix, m in module.named_modules():
+        for local, _ in m.named_parameters(recurse=False):
+            name = plain_name(f"{prefix}.{local}" if prefix else local)
+            kinds.setdefault(name, _kind(m, local))
+    return kinds
+
+
+def _kind(m: nn.Module, local: str) -> Kind:
+    if isinstance(m, _NORM):
+        return "norm"
+    if local.startswith("bias"):
+        return "bias"
+    if local == "weight":
+        if isinstance(m, nn.Linear):
+            return "linear.weight"
+        if isinstance(m, _CONV):
+            return "conv.weight"
+        if isinstance(m, nn.Embedding):
+            return "embedding.weight"
+    return "other"
+
+
+def one_device(specs: list[LayerSpec]) -> torch.device:
+    """The device of all layers.
+
+    Raises:
+        ValueError: they are on several kinds of device.
+    """
+    kinds = {s.device.type for s in specs}
+    if len(kinds) > 1:
+        raise ValueError(f"parameters on {', '.join(sorted(kinds))}: all must be on one kind of device")
+    return specs[0].device
+
+
+def name_of(parameter: Tensor, names: Mapping[int, str]) -> str:
+    """The name under which a parameter that DDP reduces was planned.
+
+    Args:
+        parameter: of DDP's bucket.
+        names: ``id`` of each planned parameter → its name.
+
+    Raises:
+        ValueError: it was not planned.
+    """
+    name = names.get(id(parameter))
+    if name is None:
+        raise ValueError(
+            f"DDP reduces a parameter of shape {tuple(parameter.shape)} that was frozen when commlib was attached: "
+            "freeze parameters before wrapping the model in DDP, or after attaching"
+        )
+    return name

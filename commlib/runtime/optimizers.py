@@ -1,0 +1,94 @@
+"""A user's optimizer as a shard makes it for each chunk: the same class, and the options of the parameter's group."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from commlib.runtime.replace import Replace
+
+BY_ELEMENT: frozenset[str] = frozenset(
+    {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"}
+)
+"""Of ``torch.optim``: those that treat every value by itself, and so do to chunks what they do to a whole parameter."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How values are updated.
+
+    Args:
+        kind: class of the optimizer.
+        options: of its group: ``lr`` and so on.
+    """
+
+    kind: type[Optimizer]
+    options: Mapping[str, Any]
+
+    @property
+    def by_element(self) -> bool:
+        """Whether a parameter may be cut into chunks."""
+        known = self.kind.__module__.startswith("torch.optim.") and self.kind.__name__ in BY_ELEMENT
+        return known or self.kind is Replace
+
+    def make(self, parameters: Sequence[torch.nn.Parameter]) -> Optimizer:
+        """For these values, with no state yet."""
+        kind: Any = self.kind
+        made: Optimizer = kind([{"params": list(parameters), **self.options}])
+        return made
+
+
+def recipes(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Recipe]:
+    """Name → recipe.
+
+    Args:
+        optimizer: the user's; its state is not read.
+        parameters: by name.
+
+    Raises:
+        ValueError: it has a parameter that is not one of these, or lacks one that needs a gradient, which is named.
+    """
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    found = {
+        name: Recipe(type(optimizer), {k: v for k, v in groups[id(p)].items() if k != "params"})
+        for name, p in parameters.items()
+        if id(p) in groups
+    }
+    lacking = [name for name, p in parameters.items() if p.requires_grad and name not in found]
+    if lacking:
+        raise ValueError(f"the optimizer lacks {_some(lacking)}: every parameter that needs a gradient must be in it")
+    if len(groups) > len({id(parameters[name]) for name in found}):
+        raise ValueError("the optimizer has parameters that are not the model's: give it model.parameters()")
+    return found
+
+
+def by_group(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> tuple[list[Recipe], dict[str, int]]:
+    """A recipe for each group of the optimizer, and name → which: their options may part later."""
+    made = recipes(optimizer, parameters)
+    group = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
+    chosen = {name: group[id(p)] for name, p in parameters.items() if p.requires_grad}
+    used = sorted(set(chosen.values()))
+    found = {i: made[next(n for n, g in chosen.items() if g == i)] for i in used}
+    numbers = [Recipe(r.kind, {k: plain(v) for k, v in r.options.items()}) for r in found.values()]
+    return numbers, {name: used.index(i) for name, i in chosen.items()}
+
+
+def groups_of(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Mapping[str, Any]]:
+    """Name → the group that it is in: its options as they are now."""
+    names = {id(p): name for name, p in parameters.items()}
+    return {names[id(p)]: group for group in optimizer.param_groups for p in group["params"] if id(p) in names}
+
+
+def plain(value: Any) -> Any:
+    """An option as a number where it is a tensor of one."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")

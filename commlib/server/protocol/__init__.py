@@ -1,0 +1,1 @@
+"""Messages between workers and shards, and their encoding."""

@@ -1,0 +1,1 @@
+"""The server's side: one shard, its chunks, its process."""

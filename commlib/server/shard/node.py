@@ -1,0 +1,193 @@
+"""A shard behind an endpoint. Thin: what decides is in shard.py.
+
+Ordering: a shard is touched by its node's thread only, which others ask by :meth:`ShardNode.call`, and its messages
+leave in the order in which it gave them: what a peer has no room for waits in its own row, and nobody else's. So a slow
+worker holds up itself, not the shard. All members of a view are connected before the shard acts in it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from commlib.errors import CommlibError, PeerLost, ProtocolError
+from commlib.messaging.endpoint import Endpoint
+from commlib.messaging.frame import Buffer
+from commlib.server.membership.registry import SHARD, WORKER, Epoch, Report
+from commlib.server.membership.view import View
+from commlib.server.protocol.messages import Ack, Complaint, Keys, Message, Observe, Pull, Push, Replicated, Send, Start
+from commlib.server.protocol.send_queue import Rows
+from commlib.server.protocol.wire import unpack
+from commlib.server.shard.shard import Shard
+
+_log = logging.getLogger("commlib")
+_SLICE_S, _SOON_S = 0.05, 0.005  # between two looks: at nothing, and at peers that had no room
+T = TypeVar("T")
+
+
+class ShardNode:
+    """Serves from :meth:`start` to :meth:`stop`.
+
+    Args:
+        endpoint: connected to all members; its owner closes it, afterwards.
+        shard: what it serves.
+        ranks: shard → its endpoint's rank. Workers' endpoints have their own ranks.
+        seconds: that anything waits for it.
+        urgency: of keys (:class:`~commlib.server.protocol.send_queue.Rows`).
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        shard: Shard,
+        ranks: Mapping[str, int],
+        seconds: float = 60.0,
+        urgency: Mapping[str, int] | None = None,
+    ) -> None:
+        self._endpoint, self._shard, self._seconds = endpoint, shard, seconds
+        self._ranks = dict(ranks)
+        self._rows = Rows(endpoint, self._nobody, urgency)
+        self.sent = self.received = 0
+        """Bytes of messages, without what frames and transports add."""
+        self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._ended = threading.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name=f"commlib-shard-{shard.name}", daemon=True)
+
+    def start(self) -> None:
+        """Begins, in a thread of its own."""
+        self._thread.start()
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """Ends it; again: nothing."""
+        self._ended.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+
+    def call(self, function: Callable[[Shard], T]) -> T:
+        """What a function of the shard gives, in the thread that may touch it.
+
+        Raises:
+            CommlibError: the shard has ended, or does not come to it in time; and whatever the function raises.
+        """
+        answer: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(function(self._shard))
+            except BaseException as e:
+                answer.set_exception(e)
+
+        self._asked.put(ask)
+        end = time.monotonic() + self._seconds
+        while not answer.done() and self._error is None and time.monotonic() < end:
+            concurrent.futures.wait([answer], timeout=_SLICE_S)
+        if answer.done():
+            return answer.result()
+        why = self._error or f"it is busy for {self._seconds:g} s"
+        raise CommlibError(f"shard {self._shard.name} does not answer: {why}")
+
+    def connect(self, epoch: Epoch) -> None:
+        """Opens the ways to all members."""
+        for member in epoch.members.values():
+            if member.id != self._endpoint.rank and not self._endpoint.reaches(member.id):
+                self._endpoint.connect(member.id, member.address, key=member.key)
+
+    def change(self, epoch: Epoch) -> None:
+        """A new view.
+
+        Raises:
+            CommlibError: as :meth:`call`.
+        """
+        self.connect(epoch)
+        self.call(lambda shard: self._change(shard, epoch.view, {m.name: i for i, m in epoch.of(SHARD).items()}))
+
+    def report(self, number: int) -> Report | None:
+        """What the shard has, if it has the view of this number."""
+        return self.call(lambda s: Report(s.whole, s.clock) if s.view.number == number else None)
+
+    def status(self) -> dict[str, Any]:
+        """How it is doing, for people."""
+        return self.call(
+            lambda s: {
+                "owns": sum(s.owns(key) for key in s.cells),
+                "copies": sum(not s.owns(key) for key in s.cells),
+                "clocks": s.clocks,
+                "sent": self.sent,
+                "received": self.received,
+            }
+        )
+
+    def _change(self, shard: Shard, view: View, ranks: Mapping[str, int]) -> None:
+        self._ranks = dict(ranks)
+        self._rows.keep({*ranks.values(), *view.workers})
+        self._send(shard.change(view))
+
+    def _run(self) -> None:
+        try:
+            while not self._ended.is_set():
+                self._serve()
+        except CommlibError as e:
+            self._error = e
+            if not self._ended.is_set():
+                _log.error("shard %s ends: %s", self._shard.name, e)
+        except Exception as e:  # a mistake of ours: nobody may wait for a thread that is not there
+            self._error = e
+            _log.exception("shard %s cannot go on", self._shard.name)
+
+    def _serve(self) -> None:
+        """What has come, and what is asked of it."""
+        try:
+            frame = self._endpoint.recv(timeout=_SOON_S if self._rows else _SLICE_S)
+            self.received += sum(len(part) for part in frame.parts)
+            self._send(self._answers(frame.sender, frame.parts))
+        except PeerLost as e:  # nothing came; or one is gone, and its messages with it
+            if e.rank is not None:
+                _log.debug("shard %s: %s", self._shard.name, e)
+        while not self._asked.empty():
+            self._asked.get()()
+        self._rows.leave()
+
+    def _answers(self, sender: int, parts: Sequence[Buffer]) -> list[Send]:
+        sends: list[Send] = []
+        try:
+            for message in unpack(parts):
+                if message.view < self._shard.view.number:  # from before: of one that was given up, say
+                    continue
+                self._check(sender, message)
+                sends += self._shard.handle(message)
+        except ProtocolError as e:
+            _log.warning("shard %s refused a message of rank %d: %s", self._shard.name, sender, e)
+            sends.append((sender, Complaint(0, str(e)[:1000])))
+        for _, sent in sends:
+            if isinstance(sent, Ack) and sent.refused:
+                what = f"push {sent.stamp} of worker {sent.worker} to {sent.key}"
+                _log.warning("shard %s refused %s: it is not finite%s", self._shard.name, what, self._shard.too_old)
+        return sends
+
+    def _check(self, sender: int, message: Message) -> None:
+        """Nobody speaks for another."""
+        names = {rank: name for name, rank in self._ranks.items()}
+        if isinstance(message, Push | Pull | Observe | Keys):
+            if message.worker != sender:
+                raise ProtocolError(f"rank {sender} speaks for {WORKER} {message.worker}")
+        elif isinstance(message, Start):
+            if sender != min(self._shard.view.workers, default=None):
+                raise ProtocolError(f"rank {sender} says what values begin with, and that is the first worker's to say")
+        elif isinstance(message, Replicated):
+            if names.get(sender) != message.shard:
+                raise ProtocolError(f"rank {sender} speaks for shard {message.shard}")
+        elif sender not in names:
+            raise ProtocolError(f"rank {sender} is no shard, and sends a {type(message).__name__}")
+
+    def _send(self, sends: Sequence[Send]) -> None:
+        named = [(self._ranks.get(to) if isinstance(to, str) else to, message) for to, message in sends]
+        self.sent += self._rows.put(*((rank, message) for rank, message in named if rank is not None))
+
+    def _nobody(self, rank: int, why: str) -> None:
+        _log.debug("shard %s has nobody to send to at rank %d: %s", self._shard.name, rank, why)

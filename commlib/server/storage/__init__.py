@@ -1,0 +1,1 @@
+"""Snapshots of a shard on disk."""

@@ -1,0 +1,230 @@
+"""A worker's client behind an endpoint. Thin: what decides is in client.py.
+
+Ordering: the client and its rows are touched under one lock, and messages are put into the rows under it, too: so they
+leave in the order in which the client gave them. A thread takes what comes; no other waits for the network.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from commlib.errors import CommlibError, PeerLost, ProtocolError
+from commlib.messaging.endpoint import Endpoint
+from commlib.server.membership.registry import SHARD, Epoch
+from commlib.server.protocol.messages import Complaint, Send
+from commlib.server.protocol.send_queue import Rows
+from commlib.server.protocol.wire import unpack
+from commlib.server.worker.client_state import Client
+from commlib.server.worker.flights import Flights
+
+T = TypeVar("T")
+_log = logging.getLogger("commlib")
+_SLICE_S, _SOON_S = 0.25, 0.005  # between two looks: at nothing, and at shards that had no room
+
+
+class ClientNode:
+    """A worker's, from :meth:`start` to :meth:`stop`.
+
+    Args:
+        endpoint: connected to all shards; its owner closes it, afterwards.
+        client: of this rank.
+        ranks: shard → its endpoint's rank.
+        timeout: seconds that anything waits.
+        urgency: of keys (:class:`~commlib.server.protocol.send_queue.Rows`).
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        client: Client,
+        ranks: Mapping[str, int],
+        timeout: float = 60.0,
+        urgency: Mapping[str, int] | None = None,
+    ) -> None:
+        self._endpoint, self._client, self._timeout = endpoint, client, timeout
+        self._ranks = dict(ranks)
+        self.sent = self.received = 0
+        """Bytes of messages, without what frames and transports add."""
+        self.flights = Flights()
+        """What is recorded of messages, if anything is."""
+        self._rows = Rows(
+            endpoint, lambda rank, why: _log.debug("nobody to send to at rank %d: %s", rank, why), urgency
+        )
+        self._news = threading.Condition()
+        self._error: CommlibError | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"commlib-worker-{endpoint.rank}", daemon=True)
+
+    def start(self) -> None:
+        """Begins."""
+        self._thread.start()
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """Ends it; again: nothing. What still waits is not sent: :meth:`flush` before."""
+        self._ended.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+
+    def begin(self, key: str, values: Tensor) -> None:
+        """Says what values, (n,), a key starts with; the first worker does."""
+        with self._news:
+            self._check()
+            self._put(self._client.start(key, values))
+
+    def push(
+        self,
+        key: str,
+        gradient: Tensor | None,
+        options: Mapping[str, Any] | None = None,
+        absent: frozenset[int] = frozenset(),
+        *,
+        pull: bool = False,
+    ) -> None:
+        """Sends a gradient, (n,), which must stay as it is until it is acknowledged; or None. Waits for nothing.
+
+        Args:
+            key: whose.
+            gradient: this one.
+            options: of the optimizer, where they are others than it was made with.
+            absent: parameters in it, by their place, that have no gradient while others have.
+            pull: ask for values, too, in the same frame.
+
+        Raises:
+            CommlibError: what had gone wrong before.
+        """
+        with self._news:
+            self._check()
+            sends = self._client.push(key, gradient, options, absent)
+            self._put([*sends, *self._client.pull(key)] if pull else sends)
+
+    def pull(self, key: str, within: int | None = None, *, exact: bool = False) -> None:
+        """Asks for values (:meth:`~commlib.server.worker.client_state.Client.pull`); waits for nothing."""
+        with self._news:
+            self._check()
+            self._put(self._client.pull(key, within, exact=exact))
+
+    def clock(self, key: str) -> int:
+        """Pushes of a key so far; and of others, before this worker came."""
+        with self._news:
+            return self._client.clock(key)
+
+    def observe(self, metric: float) -> None:
+        """Tells all shards what an evaluation gave: accuracy or loss, as the rule wants it."""
+        with self._news:
+            self._check()
+            self._put(self._client.observe(metric))
+
+    def values(self, key: str) -> tuple[Tensor, Mapping[int, int]]:
+        """What comes of the last question, (n,), and how many pushes of each worker are in it.
+
+        Raises:
+            PeerLost: nothing in time; who is asked and who was behind are named.
+            ProtocolError: a shard complains of what it got.
+            CommlibError: the job is over; why.
+        """
+        return self._until(lambda: self._client.values(key), lambda: f"values of {key} from {self._whom(key)}")
+
+    def flush(self) -> None:
+        """Waits until all that was pushed is acknowledged.
+
+        Raises:
+            PeerLost, ProtocolError, CommlibError: as :meth:`values`.
+        """
+        self._until(
+            lambda: not self._client.unacknowledged or None,
+            lambda: f"acknowledgements of {self._client.unacknowledged} pushes, from {', '.join(self._ranks)}",
+        )
+
+    @property
+    def refused(self) -> int:
+        """Pushes that were not finite."""
+        return len(self._client.refused)
+
+    def status(self) -> dict[str, Any]:
+        """How it is doing, for people."""
+        with self._news:
+            waiting = self._client.unacknowledged
+            return {"clock": self._client.furthest, "waiting": waiting, "sent": self.sent, "received": self.received}
+
+    def change(self, epoch: Epoch) -> None:
+        """A new view, in which this worker is."""
+        shards = epoch.of(SHARD)
+        for member in shards.values():
+            if not self._endpoint.reaches(member.id):
+                self._endpoint.connect(member.id, member.address, key=member.key)
+        with self._news:
+            self._ranks = {m.name: i for i, m in shards.items()}
+            self._rows.keep(shards)
+            self._put(self._client.change(epoch.view))
+
+    def fail(self, error: CommlibError) -> None:
+        """All that is asked of it from now on, and what waits, raises this."""
+        with self._news:
+            self._error = self._error or error
+            self._news.notify_all()
+
+    def _until(self, ready: Callable[[], T | None], what: Callable[[], str]) -> T:
+        end = time.monotonic() + self._timeout
+        with self._news:
+            while True:
+                found = ready()
+                if found is not None:
+                    return found
+                self._check()
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise PeerLost(f"worker {self._endpoint.rank} waited {self._timeout:g} s for {what()}")
+                self._news.wait(left)
+
+    def _whom(self, key: str) -> str:
+        behind = self._client.last_included
+        slowest = ", ".join(f"{w} at {c}" for w, c in sorted(behind.items(), key=lambda item: item[1])[:3])
+        told = f"; pushes it last knew of: worker {slowest}" if slowest else ""
+        return f"{self._client.owner(key)}, at its clock {self._client.clock(key)}{told}"
+
+    def _name(self, rank: int) -> str:
+        return next((name for name, r in self._ranks.items() if r == rank), f"rank {rank}")
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise type(self._error)(str(self._error)) from self._error
+
+    def _run(self) -> None:
+        try:
+            while not self._ended.is_set():
+                self._take()
+        except CommlibError as e:
+            if not self._ended.is_set():
+                self.fail(e)
+        except Exception as e:  # a mistake of ours: nobody may wait for a thread that is not there
+            _log.exception("worker %d cannot go on", self._endpoint.rank)
+            self.fail(CommlibError(f"worker {self._endpoint.rank} cannot go on: {type(e).__name__}: {e}"))
+
+    def _take(self) -> None:
+        """What has come, and what there is room for."""
+        try:
+            frame = self._endpoint.recv(timeout=_SOON_S if self._rows else _SLICE_S)
+            self.received += sum(len(part) for part in frame.parts)
+            for message in unpack(frame.parts):
+                if isinstance(message, Complaint):
+                    raise ProtocolError(f"{self._name(frame.sender)}: {message.why}")
+                with self._news:
+                    self.flights.came(message)
+                    self._put(self._client.handle(message))
+                    self._news.notify_all()
+        except PeerLost as e:  # nothing came; or a shard is gone, and the members will see that
+            if e.rank is not None:
+                _log.debug("worker %d: %s", self._endpoint.rank, e)
+        with self._news:
+            self._rows.leave()
+
+    def _put(self, sends: Sequence[Send]) -> None:
+        self.flights.leave(sends)
+        here = [(self._ranks[to], message) for to, message in sends if isinstance(to, str) and to in self._ranks]
+        self.sent += self._rows.put(*here)

@@ -1,0 +1,1 @@
+"""Counters, traces and the recorder of a run."""

@@ -1,0 +1,152 @@
+"""``trace(path)``: what a rank does, recorded until it stops, and saved as one file.
+
+Parts have a trace in their hands only while one is recorded, and :data:`~commlib.telemetry.trace.NONE` otherwise; the
+model has hooks for it only then. Nothing here keeps alive what is traced: a recording that nobody stops is saved when
+that goes, or the process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from torch import nn
+
+from commlib.telemetry.passes import TRACK, Passes
+from commlib.telemetry.profiled import within
+from commlib.telemetry.trace import NONE, Trace, TraceFailed
+
+_log = logging.getLogger("commlib")
+
+
+class Part(Protocol):
+    """What records something itself."""
+
+    trace: Trace
+
+
+class Traceable:
+    """What :meth:`trace` can be asked of."""
+
+    _trace = NONE
+    _recording: Recording | None = None
+    _parts: tuple[Part, ...] = ()
+    _traced_module: Callable[[], nn.Module | None]
+
+    def trace(self, path: str | os.PathLike[str]) -> Recording:
+        """Records what this rank does from now on, for Perfetto (ui.perfetto.dev) and chrome://tracing::
+
+            with comm.trace("trace.json"):
+                ...  # some steps
+
+        or, without a block, until ``stop()`` of what this returns, until :meth:`close`, or the end of the process.
+        Begin and stop between two steps.
+
+        Each rank records for itself, waits for nobody, and writes a file on its own machine: rank 0 the one of this
+        name, rank 1 ``trace.rank1.json`` beside it, and so on; or put ``{rank}`` into the path. ``commlib trace merge``
+        makes one file of them. An empty one is written at once, so that it is known that it can be; it is filled when
+        the recording stops, after an error, too. Of more than 262,144 events the newest are kept.
+
+        Args:
+            path: of the file; what is there is replaced.
+
+        Raises:
+            TraceFailed: it cannot be written there. Nothing is recorded then.
+            ValueError: one is being recorded already.
+        """
+        if self._recording is not None and self._recording.running:
+            raise ValueError(f"{self._recording.path} is being recorded: stop() that before another one begins")
+        trace = Trace(self._rank)
+        self._recording = Recording(self, own_path(path, self._rank), trace, self._traced_module())
+        self._record(trace)
+        return self._recording
+
+    def _traces(self, module: nn.Module | None, rank: int, *parts: Part | None) -> None:
+        """This module's passes can be traced, and these parts; None: whoever this is records passes itself."""
+        self._traced_module = weakref.ref(module) if module is not None else _nothing
+        self._rank = rank
+        self._parts = tuple(part for part in parts if part is not None)
+
+    def _record(self, trace: Trace) -> None:
+        self._trace = trace
+        for part in self._parts:
+            part.trace = trace
+
+    def _waiting(self) -> contextlib.AbstractContextManager[None]:
+        """While the thread that trains waits for what is exchanged."""
+        return within(self._trace.measure(TRACK, "wait"), "wait", "for what is exchanged")
+
+    def _end_trace(self) -> None:
+        """For who closes, and has more to end than this: a file that cannot be written is only logged."""
+        if self._recording is not None:
+            self._recording.end(quiet=True)
+
+
+class Recording:
+    """A trace that is being recorded: until its block ends, or :meth:`stop`.
+
+    Attributes:
+        path: of this rank's file.
+    """
+
+    def __init__(self, what: Traceable, path: Path, trace: Trace, module: nn.Module | None) -> None:
+        trace.save(path)
+        trace.instant(TRACK, "recording")  # the first row, and zero
+        self.path = path
+        self._what, self._trace, self._process = weakref.ref(what), trace, os.getpid()
+        self._passes = Passes(module, trace) if module is not None else None
+        self._ended = weakref.finalize(what, self._end)
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not stopped."""
+        return self._ended.alive
+
+    def stop(self) -> None:
+        """Ends it, and saves; again: nothing.
+
+        Raises:
+            TraceFailed: the file cannot be written any more; why. The empty one is there still.
+        """
+        self._ended()
+
+    def end(self, *, quiet: bool) -> None:
+        """:meth:`stop`; ``quiet``: what goes wrong is only logged, for there is something else to say."""
+        try:
+            self.stop()
+        except TraceFailed as e:
+            if not quiet:
+                raise
+            _log.error("%s", e)
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.end(quiet=error is not None)
+
+    def _end(self) -> None:
+        what = self._what()
+        if what is not None:
+            what._record(NONE)
+        if self._passes is not None:
+            self._passes.remove()
+        if os.getpid() == self._process:  # not one that was forked meanwhile
+            self._trace.save(self.path)
+
+
+def _nothing() -> None:
+    return None
+
+
+def own_path(path: str | os.PathLike[str], rank: int) -> Path:
+    """A rank's file; wherever the process goes meanwhile."""
+    named = Path(os.fspath(path).replace("{rank}", str(rank))).absolute()
+    shared = rank and "{rank}" not in os.fspath(path)
+    return named.with_name(f"{named.stem}.rank{rank}{named.suffix}") if shared else named

@@ -1,1 +1,0 @@
-"""Groups of workers, and groups of servers."""

@@ -1,0 +1,124 @@
+"""What a sharded step sends: each bucket's gradients when it is due, its values when they are new.
+
+Ordering: all collectives are first rounds, issued by the thread that trains (or autograd's, while that one waits for
+it), over one process group: the buckets' gradients in bucket order (:mod:`commlib.zero.bucket_order`), then the
+verdict, then the buckets' values in bucket order, then whatever a checkpoint gathers. Whether a step counts is the same
+on all ranks, so all issue the same. Lane 1 of the sequencer only decodes what has come; nothing is issued there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from commlib.codecs.base import Memory, Seeds
+from commlib.codecs.memory_store import MemoryStore
+from commlib.errors import PeerLost
+from commlib.exchange.buffers import Arena
+from commlib.exchange.collectives import Rounds
+from commlib.exchange.lanes import Siblings, lay, make_sequencer
+from commlib.exchange.layer_task import Item
+from commlib.exchange.throttled_group import Throttle
+from commlib.groups.handshake import answer_roll_call
+from commlib.groups.world import World
+from commlib.runtime.backward import wait
+from commlib.telemetry.stats import Meter
+from commlib.zero.cuts import Cut
+from commlib.zero.partition import flat
+from commlib.zero.rounds import exchanged, gathered, to_all, to_owners
+
+
+class Traffic:
+    """Of one model.
+
+    Args:
+        group: process group.
+        key: that all ranks share, for a roll call.
+        world: this rank.
+        buckets: of all layers.
+        seed: of random codecs.
+    """
+
+    def __init__(
+        self, group: Any, key: str, world: World, buckets: Sequence[Sequence[Cut]], seed: int, device: torch.device
+    ) -> None:
+        self._group, self._lost_key, self._world, self._seed = group, f"{key}/lost", world, seed
+        self._buckets, self.device = buckets, device
+        self.store = MemoryStore()
+        self.meters = {cut.spec.name: Meter(device, cut.spec.name) for cuts in buckets for cut in cuts}
+        self._arenas = {cut.spec.name: (Arena(), Arena()) for cuts in buckets for cut in cuts}
+        self._under_way: list[torch.futures.Future[Tensor]] = []
+        lanes: list[tuple[Any, ...]] = [("world",)]
+        self._sequencer = make_sequencer(group, self._lost_key, world, device)
+        lay(self._sequencer, lanes, group, Siblings(group, device), Throttle(None, 0))
+        weakref.finalize(self, self._sequencer.close, wait=False)
+
+    @property
+    def sent(self) -> float:
+        """Bytes of this rank."""
+        return self._sequencer.tracks.wire_bytes
+
+    def gradients(self, bucket: int, found: Mapping[str, nn.Parameter], means: Sequence[Tensor], step: int) -> None:
+        """A bucket's leave; what is missing leaves as zeros. ``means`` is filled when :meth:`settle` returns.
+
+        Args:
+            bucket: its number.
+            found: name → parameter.
+            means: (n,) each, this rank's part of every layer.
+            step: how many came before it.
+        """
+        items = [self._item(cut, found[cut.spec.name], step) for cut in self._buckets[bucket]]
+        self._go(f"gradients of bucket {bucket} of step {step}", to_owners(items, self._world, means), means[0])
+
+    def values(self, bucket: int, wholes: Sequence[Tensor], what: str) -> None:
+        """This rank's part of every layer of a bucket goes to all; ``wholes``, (n,) each, are so after :meth:`settle`.
+
+        ``what`` they are, for errors.
+        """
+        cuts = self._buckets[bucket]
+        arena, meters = self._arenas[cuts[0].spec.name][1], [self.meters[cut.spec.name] for cut in cuts]
+        arena.rewind()
+        self._go(f"{what} of bucket {bucket}", to_all(cuts, wholes, self._world, arena, meters), wholes[0])
+
+    def from_all(self, part: Tensor, what: str) -> Tensor:
+        """All ranks' ``part``, (n,) uint8, as (P, n). Waits for everything."""
+        got = gathered(part, self._world.size)
+        self._go(what, exchanged(part, got.view(-1)), got)
+        self.settle()
+        return got
+
+    def settle(self) -> None:
+        """Until all is through.
+
+        Raises:
+            PeerLost: a rank did not come, which is named.
+        """
+        under_way, self._under_way = self._under_way, []
+        for future in under_way:
+            wait(future, self._meanwhile)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._sequencer.close()
+
+    def _go(self, label: str, rounds: Rounds, result: Tensor) -> None:
+        self._under_way.append(self._sequencer.submit(label, rounds, result))
+
+    def _item(self, cut: Cut, p: nn.Parameter, step: int) -> Item:
+        spec, codec, meter = cut.spec, cut.codec.at(step), self.meters[cut.spec.name]
+        grad = torch.zeros_like(flat(p)) if p.grad is None else p.grad.detach().contiguous().view(-1)
+        meter.would_send(spec.nbytes, self._world.size)
+        memory = self.store.memory(spec, codec.slots(spec))
+        arena = self._arenas[spec.name][0]
+        arena.rewind()
+        return Item(spec, codec, grad, memory, Seeds(self._seed, step, spec.name), meter, Memory({}, {}), None, arena)
+
+    def _meanwhile(self) -> None:
+        found = answer_roll_call(self._group, self._lost_key, self._world)
+        if found:
+            me = f"rank {self._world.rank} of {self._world.size}"
+            raise self._sequencer.give_up(PeerLost(f"{me} could not go on: another rank has given up; {found}"))

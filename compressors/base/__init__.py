@@ -1,0 +1,1 @@
+"""What codecs of one kind share."""

@@ -1,0 +1,1 @@
+"""Filters of a parameter server's messages."""

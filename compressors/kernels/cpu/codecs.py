@@ -1,0 +1,226 @@
+"""The codecs' loops for CPU tensors, compiled. Each function is the one of ``reference`` with its name, and equals it.
+
+Any number of threads may run them at a time; they use one core each, and not the GIL.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from commlib.codecs.slots import Carry
+from commlib.compressors.kernels.cpu import cast, elias_fano, householder, natural, onebit, simd
+from commlib.compressors.kernels.cpu import quantize as _levels
+from commlib.compressors.kernels.cpu import topk as _largest
+from commlib.compressors.kernels.cpu.jit import Bytes, Floats, Places, Words
+from commlib.compressors.kernels.reference import codecs
+from commlib.compressors.kernels.reference.bitpack import fields_nbytes, low_bits
+from commlib.compressors.kernels.reference.random import key
+from commlib.runtime.scratch import scratch
+
+name = "numba"
+_HALF = cast.has_half()
+_CPU = torch.device("cpu")
+
+
+def cast_encode(x: Tensor, payload: Tensor, wire: torch.dtype, carry: Carry | None = None) -> None:
+    """See ``reference``; the bits of a NaN may differ."""
+    brain = wire == torch.bfloat16
+    if carry is None or not (brain or _HALF):  # without one torch's own loop is as good
+        codecs.cast_encode(x, payload, wire, carry)
+    else:
+        cast.cast_encode(*_joined(x, carry), payload.numpy().view(np.uint16), brain)
+
+
+def cast_decode(payloads: Tensor, out: Tensor, wire: torch.dtype, *, add: bool, scale: float) -> None:
+    """See ``reference``."""
+    brain = wire == torch.bfloat16
+    if not (brain or _HALF):
+        codecs.cast_decode(payloads, out, wire, add=add, scale=scale)
+    else:
+        cast.cast_decode(payloads.numpy().view(np.uint16), out.numpy(), brain, add, scale)
+
+
+def two_means_encode(x: Tensor, payload: Tensor, column: int, carry: Carry | None = None) -> None:
+    """See ``reference``."""
+    if x.numel():
+        means, bits = _parts(payload, 8 * -(-x.numel() // column))
+        past = column % 16 == 0 and column <= onebit.HELD and carry is not None and _leaves(carry)
+        onebit.two_means_encode(*_joined(x, carry), means, bits, column, past)
+
+
+def two_means_decode(payloads: Tensor, out: Tensor, column: int, *, add: bool, scale: float) -> None:
+    """See ``reference``."""
+    if out.numel():
+        means, bits = _parts(payloads, 8 * -(-out.numel() // column))
+        onebit.two_means_decode(means, bits, out.numpy(), column, add, scale, _past(out))
+
+
+def sign_encode(x: Tensor, payload: Tensor, carry: Carry | None = None) -> None:
+    """See ``reference``."""
+    if x.numel():
+        onebit.sign_encode(*_joined(x, carry), *_parts(payload, 4))
+
+
+def sign_decode(payloads: Tensor, out: Tensor, *, add: bool, scale: float) -> None:
+    """See ``reference``."""
+    if out.numel():
+        onebit.sign_decode(*_parts(payloads, 4), out.numpy(), add, scale, _past(out))
+
+
+def linear_encode(x: Tensor, payload: Tensor, block: int, levels: int, carry: Carry | None = None) -> None:
+    """See ``reference``."""
+    scales, fields = _parts(payload, 4 * -(-x.numel() // block))
+    _levels.linear_encode(*_joined(x, carry), scales, fields, block, levels, (2 * levels).bit_length())
+
+
+def norm_encode(x: Tensor, payload: Tensor, block: int, levels: int, seed: int, carry: Carry | None = None) -> None:
+    """See ``reference``."""
+    scales, fields = _parts(payload, 4 * -(-x.numel() // block))
+    width = (2 * levels).bit_length()
+    _levels.norm_encode(*_joined(x, carry), scales, fields, block, levels, width, *_words(seed))
+
+
+def levels_decode(payloads: Tensor, out: Tensor, block: int, levels: int, *, add: bool, scale: float) -> None:
+    """See ``reference``."""
+    scales, fields = _parts(payloads, 4 * -(-out.numel() // block))
+    _levels.levels_decode(scales, fields, out.numpy(), block, levels, (2 * levels).bit_length(), add, scale)
+
+
+def ternary_encode(x: Tensor, payload: Tensor, block: int, seed: int, carry: Carry | None = None) -> None:
+    """See ``reference``."""
+    scales, trits = _parts(payload, 4 * -(-x.numel() // block))
+    _levels.ternary_encode(*_joined(x, carry), scales, trits, block, *_words(seed))
+
+
+def ternary_decode(payloads: Tensor, out: Tensor, block: int, *, add: bool, scale: float) -> None:
+    """See ``reference``."""
+    scales, trits = _parts(payloads, 4 * -(-out.numel() // block))
+    _levels.ternary_decode(scales, trits, out.numpy(), block, add, scale)
+
+
+def natural_encode(x: Tensor, payload: Tensor, seed: int, carry: Carry | None = None) -> None:
+    """See ``reference``."""
+    if x.numel():
+        natural.natural_encode(*_joined(x, carry), *_parts(payload, 4), *_words(seed))
+
+
+def natural_decode(payloads: Tensor, out: Tensor, *, add: bool, scale: float) -> None:
+    """See ``reference``."""
+    if out.numel():
+        scale_of, codes = _parts(payloads, 4)
+        natural.natural_decode(scale_of, codes, out.numpy(), add, scale)
+
+
+def places_encode(indices: Tensor, n: int, payload: Tensor) -> None:
+    """See ``bits.elias_fano_encode``."""
+    low, k = low_bits(n, len(indices)), len(indices)
+    whole, head = payload.numpy(), fields_nbytes(k, low)
+    elias_fano.encode(indices.numpy(), low, whole[:head], whole[head:])
+
+
+def places_decode(payload: Tensor, n: int, k: int) -> Tensor:
+    """See ``bits.elias_fano_decode``."""
+    low, places = low_bits(n, k), np.empty(k, np.int64)
+    whole, head = payload.numpy(), fields_nbytes(k, low)
+    elias_fano.decode(whole[:head], whole[head:], low, n, places)
+    return torch.from_numpy(places)
+
+
+def largest(x: Tensor, k: int, carry: Carry | None = None) -> tuple[Tensor, Tensor]:
+    """See ``reference``."""
+    arrays = xs, old, v, carried = _joined(x, carry)
+    room, found, at = _expected(len(v), k)
+    _largest.sample(xs, old, carried, found)
+    guess = np.partition(found, at)[at] if k else np.int32(0)
+    places, values = _room(room)
+    count = _largest.candidates(*arrays, guess, places, values)
+    return _exactly(v, k, places[: max(0, count)], values)
+
+
+def largest_moved(
+    g: Tensor, k: int, m: float, old: Tensor, u: Tensor, carry: Carry, *, nesterov: bool
+) -> tuple[Tensor, Tensor]:
+    """See ``reference``."""
+    gs, olds, us, residual, v = (t.view(-1).numpy() for t in (g, old, u, *carry))
+    factor, (room, found, at) = np.float32(m), _expected(len(v), k)
+    _largest.moved_sample(gs, factor, olds, nesterov, residual, found)
+    guess = np.partition(found, at)[at] if k else np.int32(0)
+    places, values = _room(room)
+    count = _largest.moved_candidates(gs, factor, olds, us, nesterov, residual, v, guess, places, values)
+    return _exactly(v, k, places[: max(0, count)], values)
+
+
+def orthonormal(p: Tensor, spare: Tensor) -> None:
+    """See ``reference``."""
+    m, r = p.shape
+    room = (scratch(what, shape, torch.float64, _CPU).numpy() for what, shape in _panel(m, r))
+    householder.orthonormal(p.numpy(), spare.numpy(), *room)
+
+
+def _panel(m: int, r: int) -> list[tuple[str, tuple[int, ...]]]:
+    """What it holds meanwhile."""
+    return [("panel", (r, m)), ("scales", (r,)), ("sums", (-(-m // onebit.BLOCK),)), ("half", (onebit.HALF,))]
+
+
+def strata(n: int, k: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """See ``reference``; good until this thread asks again."""
+    both = scratch("strata", (2, k), torch.int64, device)
+    _largest.strata(n, *_words(seed), *both.numpy())
+    return both[0], both[1]
+
+
+def _room(n: int) -> tuple[Places, Floats]:
+    """For n candidates, until this thread asks again."""
+    places, values = (scratch("candidates", (n,), dtype, _CPU) for dtype in (torch.int64, torch.float32))
+    return places.numpy(), values.numpy()
+
+
+def _expected(n: int, k: int) -> tuple[int, Words, int]:
+    """(room for the candidates, for a sample, whose value of what rank to take) so that there are k, as a rule."""
+    found = np.empty(min(n, max(1024, min(n // 64, _largest.SAMPLE))), np.int32)
+    share = k * len(found) / max(1, n)
+    spare = 4 * share**0.5 + 4  # four standard deviations
+    room = min(n, math.ceil((share + 2 * spare + 8) * n / max(1, len(found))))
+    return room, found, max(0, len(found) - math.ceil(share + spare))
+
+
+def _exactly(v: Floats, k: int, places: Places, values: Floats) -> tuple[Tensor, Tensor]:
+    """The k largest of the candidates, or of ``v`` if those are too few, or too many for the room there was."""
+    values = values[: len(places)] if len(places) >= k else v
+    chosen, kept = np.empty(k + 1, np.int64), np.empty(k + 1, np.float32)
+    if k:
+        sizes = values.view(np.int32) & _levels.MAGNITUDE
+        there = places if len(places) >= k else places[:0]
+        _largest.keep(values, there, np.partition(sizes, len(sizes) - k)[len(sizes) - k], chosen, kept)
+    return torch.from_numpy(chosen[:k]), torch.from_numpy(kept[:k])
+
+
+def _joined(x: Tensor, carry: Carry | None) -> tuple[Floats, Floats, Floats, bool]:
+    """(x, old, v, carried), as the loops take them: without a carry ``v`` is x, and ``old`` not read."""
+    xs = x.numpy()
+    return (xs, xs, xs, False) if carry is None else (xs, carry.old.view(-1).numpy(), carry.new.view(-1).numpy(), True)
+
+
+def _leaves(carry: Carry) -> bool:
+    """Whether what is not sent is written past the caches: not where they hold it already."""
+    return carry.old.data_ptr() != carry.new.data_ptr() and _past(carry.new)
+
+
+def _past(written: Tensor) -> bool:
+    """Whether it is written past the caches: it is out of them when it is read again, and begins with a line."""
+    return written.numel() > onebit.PAST and written.data_ptr() % simd.LINE == 0
+
+
+def _parts(payload: Tensor, head: int) -> tuple[Floats, Bytes]:
+    """A payload's float32 head, and the rest; of several payloads, those of all."""
+    both = payload.numpy()
+    return both[..., :head].view(np.float32), both[..., head:]
+
+
+def _words(seed: int) -> tuple[np.uint32, np.uint32]:
+    low, high = key(seed)
+    return np.uint32(low), np.uint32(high)

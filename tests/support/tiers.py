@@ -1,0 +1,190 @@
+"""The two tiers of the suite: ``make test`` leaves out what is marked ``full``, ``make test-all`` runs everything.
+
+A test of the fast tier takes at most :data:`LIMIT_S`. A longer one fails, unless :data:`LONGER` says why it may: this
+keeps the fast tier fast. No test is red because the machine is busy or slow. What counts is what a test used of the
+cores, or the time in which it waited although no process wanted for a core. One that took too long has a second try,
+while no other test runs: the first of its kind may have much to import, to compile, or to read from a disk. And where
+a core does less in a second than those that the limit was made for, the limit is longer in proportion.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import re
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _pytest.runner import runtestprotocol  # as plug-ins that run a test again use it
+from hypothesis import settings
+
+from tests.support.exclusive_lock import turn
+from tests.support.leaks import descendants
+from tests.support.steady import FAST as FAST
+
+LIMIT_S = 5.0
+"""Seconds that a test of the fast tier may take, its fixtures not counted, where cores are as fast as usual."""
+
+_USUAL_S = 0.020
+"""Seconds that :func:`slowness` works for on a core as fast as usual."""
+
+_WAITS = "it waits for a time-out to lapse, which is long enough for busy ranks to be in time"
+
+LONGER: dict[str, str] = {
+    "tests/repository/test_leaks.py::"
+    "test_leaks_fail_the_test_that_made_them": "it waits for what does not go away, three times",
+    "tests/integration/test_hook_bad_input.py::test_a_rank_that_never_attaches_is_named_within_the_time_out": _WAITS,
+    "tests/integration/test_hook_bad_input.py::test_the_others_do_not_hang_when_one_rank_passes_no_ddp_model": _WAITS,
+    "tests/commlib/planning/manager/test_manager_ddp.py::test_a_rank_that_does_not_come_to_a_review_is_named": _WAITS,
+    "tests/commlib/local_sgd/test_local_steps.py::test_nobody_waits_for_ever_for_a_rank_that_does_not_come": _WAITS,
+    "tests/commlib/zero/test_step.py::test_a_rank_that_does_not_come_is_named": _WAITS,
+    "tests/integration/test_hierarchy_peer_lost.py::"
+    "test_every_other_rank_names_it_in_time_fails_the_next_step_too_and_ends_by_itself": "a roll call of five seconds",
+    "tests/transports/process_group/test_cuts.py::test_the_right_result_or_a_named_error_in_time": _WAITS,
+    "tests/commlib/test_exports.py::test_docstring_examples": "it imports every module, and Lightning with one",
+    "tests/commlib/groups/test_coordinator.py::test_without_rank_0_the_others_say_what_they_wait_for": _WAITS,
+    "tests/commlib/server/worker/test_parameter_server_faults.py::"
+    "test_who_does_not_come_is_named_within_the_deadline": _WAITS,
+    "tests/commlib/monitoring/test_replica_check.py::test_who_does_not_come_is_named": _WAITS,
+    "tests/commlib/pipeline/test_hetpipe.py::"
+    "test_with_no_distance_two_pipelines_compute_what_one_process_does_to_the_last_bit": "a server for each stage",
+    "tests/commlib/cli/test_doctor.py::test_two_processes_all_reduce": "two processes import PyTorch, as a user's do",
+    "tests/commlib/integrations/test_lightning.py::"
+    "test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit": "eight trainings",
+    "tests/commlib/integrations/test_transformers.py::"
+    "test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit": "eight trainings",
+    "tests/bench/trainer/test_trainer_command.py::test_json_of_codecs_and_seeds": "four trainings by the command",
+    "tests/bench/exchange/test_exchange_command.py::test_figures_of_two_ranks_as_json_and_kept": "it is a benchmark",
+    "tests/docs/test_commands.py::test_every_command_is_readable_and_has_a_treatment": "hundreds of commands",
+    "tests/compressors/kernels/cpu/test_codecs.py::"
+    "test_decodes_what_the_reference_does_for_any_number_of_ranks": "the first one compiles",
+}
+"""Test without its parameters → why it takes longer. At most twenty."""
+
+
+def full(*values: Any) -> list[Any]:
+    """Values of a parameter that only ``make test-all`` runs: ``parametrize("size", [2, *full(3, 4)])``."""
+    return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.full) for v in values]
+
+
+_LATE = pytest.StashKey[str]()
+_PLACE = pytest.StashKey[contextlib.ExitStack]()
+
+
+def begin(item: pytest.Item, place: contextlib.ExitStack) -> None:
+    """Wait for the test's turn (tests/support/exclusive_lock.py), which it has until ``place`` is closed."""
+    item.stash[_PLACE] = place
+    place.enter_context(turn(alone=item.get_closest_marker("alone") is not None))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Run a test of the fast tier, and once more, alone, if it took too long."""
+    if not is_fast(item):
+        return None
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    reports = runtestprotocol(item, log=False, nextitem=nextitem)
+    if _LATE in item.stash:
+        if _PLACE in item.stash:
+            item.stash[_PLACE].close()
+            item.stash[_PLACE].enter_context(turn(alone=True))
+        reports = runtestprotocol(item, log=False, nextitem=nextitem)
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test of the fast tier that took too long."""
+    clock = Clock()
+    yield
+    if is_fast(item) and too_long(item.nodeid, seconds := clock.seconds()):
+        second = _LATE in item.stash
+        item.stash[_LATE] = why = too_long(item.nodeid, seconds, slowness() if second else 1.0) or ""
+        if why:
+            pytest.fail(why, pytrace=False)
+
+
+def examples(most: int) -> int:
+    """How many examples a property is tried with: so many in ``make test-all``, fewer in the fast tier."""
+    return max(min(most, 5), most * settings().max_examples // 100)
+
+
+def is_fast(item: pytest.Item) -> bool:
+    """Whether ``make test`` runs it. Tests that compare times (``alone``) never are."""
+    return item.get_closest_marker("full") is None and item.get_closest_marker("alone") is None
+
+
+class Clock:
+    """What a test takes from when this is made."""
+
+    def __init__(self) -> None:
+        self._began, self._used, self._stalled = time.monotonic(), used(), stalled()
+
+    def seconds(self) -> float:
+        """CPU seconds, or seconds in which all processes that wanted a core had one, whichever are more."""
+        wall = time.monotonic() - self._began
+        if wall <= LIMIT_S:
+            return wall
+        return max(used() - self._used, wall - (stalled() - self._stalled))
+
+
+def too_long(name: str, seconds: float, slow: float = 1.0) -> str | None:
+    """What is wrong with a test of the fast tier that took so long; None if nothing is.
+
+    Args:
+        name: pytest's node id.
+        seconds: by its :class:`Clock`.
+        slow: by :func:`slowness`.
+    """
+    if seconds <= LIMIT_S * slow or name.partition("[")[0] in LONGER:
+        return None
+    return (
+        f"took {seconds:.1f} s; a test of the fast tier may take {LIMIT_S * slow:.2g} s here. "
+        "Make it do less, mark it full, or say in LONGER of tests/support/tiers.py why it may take longer"
+    )
+
+
+def slowness() -> float:
+    """How many times longer than usual a core works now for the same, at least 1."""
+    took = []
+    for _ in range(9):
+        began = time.thread_time()
+        sum(i & 7 for i in range(400_000))
+        took.append(time.thread_time() - began)
+    return max(1.0, statistics.median(took) / _USUAL_S)
+
+
+def used() -> float:
+    """CPU seconds of this process and of all that it has started, ended ones too."""
+    times, ticks = os.times(), 0
+    for pid in descendants():
+        with contextlib.suppress(OSError):  # it has ended: its parent's figures have its time
+            ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
+    return sum(times[:4]) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def stalled() -> float:
+    """Seconds since the start of the machine in which some process waited for a core; 0.0 where this is not counted."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"some .*total=(\d+)", Path("/proc/pressure/cpu").read_text())
+        if found is not None:
+            return int(found[1]) / 1e6
+    return 0.0
+
+
+def left_out(reasons: Iterable[str]) -> str:
+    """Why tests were skipped, the most frequent reason first: "227 × needs a CUDA device; 1 × …".
+
+    Args:
+        reasons: one for each skipped test, with what would change it in its words.
+    """
+    counts = collections.Counter(re.sub(r"^Skipped: ", "", reason) for reason in reasons)
+    return "; ".join(f"{n} × {reason}" for reason, n in counts.most_common())

@@ -1,0 +1,100 @@
+"""Makes the process groups of the backend ``"zmq"``; torch.distributed calls it, on all ranks of a group alike."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import functools
+import threading
+import weakref
+from typing import Any
+
+from commlib.errors import CommlibError
+from commlib.groups.handshake import roll_call_at
+from commlib.groups.world import World
+from commlib.transports.options import Options
+from commlib.transports.process_group.algorithms import choice
+from commlib.transports.process_group.algorithms.steps import Place
+from commlib.transports.zeromq import ZeroMQ
+
+from . import rendezvous
+from .engine import Engine
+from .p2p import Mail
+from .process_group_group import ZmqGroup
+
+_ROLL_CALL_S = 3.0  # ranks that were told that one gave up answer at once
+_defaults: list[Options] = []
+_live: weakref.WeakSet[ZmqGroup] = weakref.WeakSet()
+
+
+def create(about: Any, options: Options | None = None) -> ZmqGroup:
+    """A group.
+
+    Args:
+        about: torch.distributed's: store, group_rank, group_size, timeout, group_id.
+        options: None: those that were given last.
+
+    Raises:
+        TypeError: options of another backend.
+        PeerLost: a rank does not come in time.
+        AuthenticationError: keys are needed, and there are none, or a rank's is not allowed.
+    """
+    if options is not None and not isinstance(options, Options):
+        raise TypeError(f"pg_options of the zmq backend are its Options, got {type(options).__name__}")
+    if options is not None:
+        _defaults[:] = [options]
+    chosen = _defaults[-1] if _defaults else Options()
+    store, world = about.store, World(about.group_rank, about.group_size)
+    timeout: datetime.timedelta = about.timeout
+    seconds = timeout.total_seconds()
+    job = str(about.group_id)
+    try:
+        open_door = rendezvous.doors(store, "zmq", world, chosen, seconds)
+        endpoint = open_door(job)
+    except BaseException as e:
+        rendezvous.decline(store, "zmq/at", world, e)
+        raise
+    try:
+        rendezvous.introduce(store, "zmq/at", world, endpoint)
+        rendezvous.hear(store, "zmq/at", world, seconds)
+        for peer in range(world.size):
+            if peer != world.rank:
+                rendezvous.connect(store, "zmq/at", peer, endpoint, seconds)
+        line = rendezvous.measure(store, "zmq", world, endpoint, seconds)
+    except BaseException as e:
+        endpoint.abort(f"{type(e).__name__}: {e}")
+        raise
+
+    def open_mail() -> ZeroMQ:
+        found = open_door(f"{job} mail")
+        rendezvous.introduce(store, "zmq/mail", world, found)
+        return found
+
+    reach = functools.partial(rendezvous.connect, store, "zmq/mail")
+    engine = Engine(endpoint, job, functools.partial(roll_call_at, store, "zmq/roll", world, _ROLL_CALL_S))
+    place = Place(world.rank, world.size, choice.piece(line))
+    mail = Mail(place, open_mail, reach)
+    closing = threading.Lock()
+    closed: list[bool] = []
+
+    def shut() -> None:
+        with closing:
+            if closed:
+                return
+            closed.append(True)
+        error = CommlibError(f"the process group {job!r} was destroyed")
+        engine.close(error)
+        mail.close(error)
+        endpoint.close()
+        engine.join(5.0)
+
+    group = ZmqGroup(store, place, timeout, engine, line, shut, mail=mail)
+    _live.add(group)
+    return group
+
+
+@atexit.register
+def _leave() -> None:
+    """What was sent leaves, even where nobody destroys the groups."""
+    for group in list(_live):
+        group.shutdown()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from commlib.bench.lab import Lab, parse_rate
-from commlib.bench.lab.rate import show_rate
+from commlib.bench.lab.network_commands import show_rate
 from commlib.bench.launch.processes import run_ranks
 
 OnMessage = Callable[[int, Any], None]

@@ -8,6 +8,6 @@ the kernel takes all of it down: there is no name to collide with and nothing to
 
 from .lab import Counters, Lab, unavailable
 from .namespaces import LabError
-from .rate import parse_rate
+from .network_commands import parse_rate
 
 __all__ = ["Counters", "Lab", "LabError", "parse_rate", "unavailable"]

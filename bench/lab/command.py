@@ -17,7 +17,7 @@ from commlib.bench.results.table import Row, print_rows
 from . import network_commands
 from .events import Event, parse_schedule
 from .lab import Counters, Lab
-from .rate import parse_rate
+from .network_commands import parse_rate
 from .run import run_command
 
 

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 
 from .lab import Lab
-from .rate import parse_rate, show_rate
+from .network_commands import parse_rate, show_rate
 
 _UNLIMITED = "unlimited"
 _FORM = "SECONDS:RATE, SECONDS:HOST=RATE, or SECONDS:cut|heal|kill=HOST"

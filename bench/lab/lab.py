@@ -14,7 +14,7 @@ from typing import Any
 
 from . import network_commands
 from .namespaces import Keeper, LabError
-from .rate import HIGHEST, LOWEST
+from .network_commands import HIGHEST, LOWEST
 
 _AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 _PATIENCE_S = 30.0  # for one command; they take milliseconds

@@ -16,7 +16,7 @@ from commlib.bench.exchange.combinations import BASELINE, Pair, choose
 from commlib.bench.exchange.runner import measure
 from commlib.bench.exchange.trial import Setting, Visit
 from commlib.bench.exchange.worker import Job
-from commlib.bench.lab.rate import segment
+from commlib.bench.lab.network_commands import segment
 from commlib.bench.targets import place
 from commlib.codecs.registry import compressors
 from commlib.exchange.registry import BY_ROWS, BY_SERVERS, EXCHANGES, OF_SPARSE

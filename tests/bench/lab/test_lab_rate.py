@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.bench.lab.rate import HIGHEST, LOWEST, parse_rate, segment, show_rate, token_bucket
+from commlib.bench.lab.network_commands import HIGHEST, LOWEST, parse_rate, segment, show_rate, token_bucket
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from . import plot as plots
 from . import results, worker
 from .backends import choose
 from .collectives import OPS
-from .sizes import ladder, parse_size, show_size
+from .sweep import ladder, parse_size, show_size
 from .worker import Measured, Progress, Settings
 
 _SECONDS, _QUICK = 60.0, 5.0

@@ -12,7 +12,7 @@ from commlib.errors import MissingDependency
 from commlib.messaging.line import FROM
 
 from .results import title
-from .sizes import show_size
+from .sweep import show_size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,8 +9,7 @@ from commlib.bench.results.table import Row
 from commlib.messaging.line import FROM, Fit, fit
 
 from .collectives import OPS
-from .sizes import show_size
-from .sweep import share_needed
+from .sweep import share_needed, show_size
 from .worker import Measured, Point
 
 _SHOWN = (64_000, 1_000_000)  # bytes whose bandwidth the summary has, besides the largest

@@ -20,8 +20,8 @@ from commlib.messaging.throughput import Stream
 
 from . import sweep
 from .collectives import OPS, Op, Run, wrong
-from .sizes import whole
 from .stream import measure_line
+from .sweep import whole
 
 _TIMEOUT = datetime.timedelta(seconds=120)  # of one collective; a size that takes longer is not begun
 _CHECKED = 64  # values a rank contributes to the check of each operation

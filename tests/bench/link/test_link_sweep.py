@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlib.bench.link import sweep
-from commlib.bench.link.sizes import ladder, parse_size, show_size, whole
+from commlib.bench.link.sweep import ladder, parse_size, show_size, whole
 
 TIMES = st.lists(st.floats(1e-6, 10), min_size=1, max_size=10)
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from commlib.bench.launch.child import tell
-from commlib.bench.link.stream import measure_line
+from commlib.bench.link.worker import measure_line
 from commlib.messaging.throughput import Stream
 
 from .combinations import BASELINE, Pair

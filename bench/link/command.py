@@ -17,10 +17,9 @@ from commlib.errors import CommlibError, PeerLost, unknown
 
 from . import plot as plots
 from . import results, worker
-from .backends import choose
 from .collectives import OPS
 from .sweep import ladder, parse_size, show_size
-from .worker import Measured, Progress, Settings
+from .worker import Measured, Progress, Settings, choose
 
 _SECONDS, _QUICK = 60.0, 5.0
 _MAX, _QUICK_MAX = "256MB", "4MB"

@@ -1,4 +1,9 @@
-"""What one rank of ``commlib bench link`` does: the raw line, then every operation of every backend."""
+"""What one rank of ``commlib bench link`` does: the raw line, then every operation of every backend.
+
+Which torch.distributed backends can be measured here.
+
+The raw line between two ranks of the default process group.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +20,46 @@ import torch
 import torch.distributed as dist
 
 from commlib.bench.launch.child import tell
-from commlib.errors import CommlibError
-from commlib.messaging.throughput import Stream
+from commlib.errors import CommlibError, unknown
+from commlib.groups.handshake import store_of
+from commlib.groups.world import World
+from commlib.messaging.network import network
+from commlib.messaging.throughput import Stream, measure
 
 from . import sweep
 from .collectives import OPS, Op, Run, wrong
-from .stream import measure_line
 from .sweep import whole
+
+
+def measure_line(seconds: float = 0.3) -> Stream | None:
+    """The line between two hosts (:func:`commlib.messaging.throughput.measure`), over the interface that the backend
+    uses.
+
+    So it is the same under Gloo and NCCL.
+
+    Returns:
+        None in a group of one rank.
+
+    Raises:
+        ValueError, PeerLost: as there.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size == 1:
+        return measure(None, "", World(rank, size), "", seconds)
+    store = store_of(dist.group.WORLD)
+    key = f"commlib/line/{store.add(f'commlib/line/count/{rank}', 1)}"
+    return measure(store, key, World(rank, size), own_address(), seconds)
+
+
+def own_address() -> str:
+    """The IPv4 address the backend's sockets have on this machine (Gloo's choice, else NCCL's, else the loopback)."""
+    found = network()
+    for name in (found["gloo"], found["nccl"]):
+        for address in found["interfaces"][name]["addresses"] if name in found["interfaces"] and name else []:
+            if ":" not in address:
+                return address
+    return "127.0.0.1"
+
 
 _TIMEOUT = datetime.timedelta(seconds=120)  # of one collective; a size that takes longer is not begun
 _CHECKED = 64  # values a rank contributes to the check of each operation
@@ -213,3 +251,34 @@ def _device(backend: str) -> torch.device:
 def _say(progress: Progress) -> None:
     if dist.get_rank() == 0:
         tell(progress)
+
+
+_NOTHING = ("undefined", "fake")  # torch's own names for none, and for one that moves no bytes
+
+
+def known() -> list[str]:
+    """Every backend this process could make a group of: those built into torch and those registered with it."""
+    return [b for b in dist.Backend.backend_list if b not in _NOTHING and dist.is_backend_available(b)]
+
+
+def choose(names: Sequence[str], ranks_here: int) -> tuple[str, ...]:
+    """The backends asked for, or by default those that work without a question: Gloo; NCCL with a GPU a rank.
+
+    Args:
+        names: as given; empty for the default.
+        ranks_here: ranks on this machine.
+
+    Raises:
+        ValueError: a name that is not known, or NCCL without the GPUs.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    there = known()
+    for name in names:
+        if name not in there:
+            raise ValueError(unknown("backend", name, there))
+        if name == "nccl" and gpus < ranks_here:
+            raise ValueError(f"backend nccl needs a GPU for each of {ranks_here} ranks here, and torch sees {gpus}")
+    if names:
+        return tuple(dict.fromkeys(names))
+    enough = {"gloo": True, "nccl": gpus >= ranks_here}
+    return tuple(name for name in there if enough.get(name, False))

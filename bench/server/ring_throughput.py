@@ -1,7 +1,7 @@
 """The raw line of all ranks at once: each sends to the next, and receives from the one before, round a ring.
 
 A parameter server's bytes go like that: all hosts send and receive at the same time. Where cores are scarce, as in a
-lab whose hosts share a few, that is less than one stream gets while all others are quiet (commlib.bench.link.stream).
+lab whose hosts share a few, that is less than one stream gets while all others are quiet (commlib.bench.link.worker).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commlib.bench.link.stream import own_address
+from commlib.bench.link.worker import own_address
 from commlib.errors import PeerLost
 from commlib.groups.handshake import store_of, wait_for_all
 from commlib.groups.world import World

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import commlib
-from commlib.bench.link.stream import measure_line
+from commlib.bench.link.worker import measure_line
 
 from .cores import busy_share, ticks
 from .model import network

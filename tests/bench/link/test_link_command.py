@@ -12,10 +12,9 @@ import typer
 
 from commlib.bench.launch.processes import RankFailed
 from commlib.bench.link import command, plot, results
-from commlib.bench.link.backends import choose, known
 from commlib.bench.link.collectives import OPS
 from commlib.bench.link.command import link
-from commlib.bench.link.worker import Measured, Point, Settings
+from commlib.bench.link.worker import Measured, Point, Settings, choose, known
 from commlib.bench.results.record import Record, facts, read
 from commlib.errors import CommlibError, MissingDependency, PeerLost
 from commlib.messaging.throughput import Stream
@@ -155,7 +154,7 @@ def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
 
 def test_nccl_without_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("commlib.bench.link.backends.known", lambda: ["gloo", "nccl"])
+    monkeypatch.setattr("commlib.bench.link.worker.known", lambda: ["gloo", "nccl"])
     assert choose([], 2) == ("gloo",)
     with pytest.raises(ValueError, match="needs a GPU for each of 2 ranks here, and torch sees 0"):
         choose(["nccl"], 2)
@@ -164,7 +163,7 @@ def test_nccl_without_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nccl_is_measured_too_where_every_rank_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr("commlib.bench.link.backends.known", lambda: ["gloo", "nccl", "mpi"])
+    monkeypatch.setattr("commlib.bench.link.worker.known", lambda: ["gloo", "nccl", "mpi"])
     assert choose([], 2) == ("gloo", "nccl")
     assert choose([], 3) == ("gloo",)
     assert "gloo" in known()

@@ -6,8 +6,8 @@ import pytest
 
 from commlib.bench.lab import Lab
 from commlib.bench.launch.processes import run_ranks
-from commlib.bench.link import stream
-from commlib.bench.link.stream import measure_line
+from commlib.bench.link import worker
+from commlib.bench.link.worker import measure_line
 from commlib.groups.world import World
 from commlib.messaging.throughput import Stream
 from tests.support.rank_pool import Fleet, RankFailed
@@ -19,14 +19,14 @@ def measure_twice(world: World) -> list[Stream | None]:
 
 def peer_cannot_listen(world: World) -> None:
     if world.rank == 1:
-        stream.own_address = lambda: "203.0.113.1"  # RFC 5737: nobody's
+        worker.own_address = lambda: "203.0.113.1"  # RFC 5737: nobody's
     try:
         measure_line(0.05)
     finally:
-        stream.own_address = REAL_ADDRESS
+        worker.own_address = REAL_ADDRESS
 
 
-REAL_ADDRESS = stream.own_address
+REAL_ADDRESS = worker.own_address
 
 
 def in_lab(seconds: float) -> list[Stream | None]:

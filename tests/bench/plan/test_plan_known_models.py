@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from commlib.bench.plan.custom_model import count
-from commlib.bench.plan.inception import inception_v3
-from commlib.bench.plan.known_models import MODELS, known
+from commlib.bench.plan.known_models import MODELS, inception_v3, known
 from commlib.bench.plan.model import Layer, Model
 from commlib.bench.plan.names import briefly, groups
 

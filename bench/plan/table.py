@@ -12,8 +12,7 @@ from commlib.planning.cost.choose import MARGIN
 from .assumptions import Setting
 from .model import Model
 from .names import briefly, groups
-from .schemes import SCHEMES, Outcome, crossover
-from .steps import BYTES, alone_s
+from .schemes import BYTES, SCHEMES, Outcome, alone_s, crossover
 
 
 def record_rows(model: Model, found: Sequence[Outcome]) -> list[Row]:

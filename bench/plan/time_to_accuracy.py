@@ -13,7 +13,7 @@ from . import convergence_model
 from .assumptions import Setting
 from .convergence_model import ALGORITHMS, LOCAL, NAIVE, Table
 from .model import Model
-from .steps import BYTES, alone_s
+from .schemes import BYTES, alone_s
 
 RANKS = 5
 ACCURACY = 0.95

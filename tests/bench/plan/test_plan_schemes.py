@@ -12,8 +12,18 @@ from hypothesis import strategies as st
 from commlib.bench.plan.assumptions import RANKS, Setting, parse_ranks
 from commlib.bench.plan.known_models import known
 from commlib.bench.plan.model import Layer, Model, plain
-from commlib.bench.plan.schemes import SCHEMES, Outcome, crossover, outcomes
-from commlib.bench.plan.steps import BUCKET, BYTES, FIRST_BUCKET, alone_s, buckets, one_pass
+from commlib.bench.plan.schemes import (
+    BUCKET,
+    BYTES,
+    FIRST_BUCKET,
+    SCHEMES,
+    Outcome,
+    alone_s,
+    buckets,
+    crossover,
+    one_pass,
+    outcomes,
+)
 from commlib.planning.cost import volume
 from commlib.planning.cost.timeline import step_seconds
 from tests.support.tiers import examples

@@ -9,7 +9,7 @@ from torch import nn
 from commlib.bench.plan.custom_model import count
 from commlib.bench.plan.known_models import MODELS, inception_v3, known
 from commlib.bench.plan.model import Layer, Model
-from commlib.bench.plan.names import briefly, groups
+from commlib.bench.plan.table import briefly, groups
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from commlib.bench.results.record import Record
 from commlib.bench.results.table import Row
 
 from . import formatting
+from .charts import inline
 from .findings import FIT_FROM, of_group, summary
 from .plots import pictures
 from .recommendation import MARGIN, RACES, Finding
 from .style import CSS
-from .svg import inline
 from .tables import COLUMNS, FITS, facts, fits, table
 
 _KINDS = {"train": "Training", "fsdp2": "Training by FSDP2", "exchange": "Exchanges", "link": "Link", "codec": "Codecs"}

@@ -7,6 +7,8 @@ one JSON object a line, a row each, with the facts under ``"run"``:
 
 so every line can be read by itself and files can be joined with ``cat``. docs/benchmarks.md describes the
 fields of each kind.
+
+What became of ``--hierarchy``, in words.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import torch
 
 import commlib
 from commlib.bench.results.table import Row, print_rows
+from commlib.planning.plan import Plan
 
 SCHEMA = 1
 KINDS = ("link", "codec", "exchange", "train", "fsdp2", "plan", "server")
@@ -150,3 +153,10 @@ def _cpu() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def levels_of(plan: Plan) -> str:
+    """``2 nodes of 2``; or that exchanges are flat, and why if a hierarchy was asked for."""
+    if plan.local > 1:
+        return f"{plan.world} nodes of {plan.local}"
+    return plan.about.partition("hierarchy: ")[2].partition(";")[0] or "flat"

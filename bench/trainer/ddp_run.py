@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
-from commlib.bench.results.levels import levels_of
+from commlib.bench.results.record import levels_of
 
 from .checkpoint import RunFolder, comm_state
 from .curve import Curve

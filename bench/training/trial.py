@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from commlib.bench.launch.child import tell
-from commlib.bench.results.levels import levels_of
+from commlib.bench.results.record import levels_of
 from commlib.bench.results.socket_counters import Traffic, traffic
 from commlib.ddp.state import HookState
 

@@ -12,9 +12,8 @@ import torch.distributed as dist
 import commlib
 from commlib.bench.link.worker import measure_line
 
-from .cores import busy_share, ticks
 from .model import network
-from .ring_throughput import Ring, measure_ring
+from .ring_throughput import Ring, busy_share, measure_ring, ticks
 
 _WARM = 2
 

@@ -10,8 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from commlib.bench.server import ring_throughput
-from commlib.bench.server.cores import Ticks, ticks
-from commlib.bench.server.ring_throughput import Ring, measure_ring
+from commlib.bench.server.ring_throughput import Ring, Ticks, measure_ring, ticks
 from commlib.errors import PeerLost
 from commlib.groups.handshake import store_of
 from commlib.groups.world import World

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from commlib.bench.server.cores import Ticks, busy_share, parse, ticks
+from commlib.bench.server.ring_throughput import Ticks, busy_share, parse, ticks
 
 LINE = "cpu  100 20 30 800 40 5 3 2 60 7\n"
 

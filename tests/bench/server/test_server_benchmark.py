@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from commlib.bench.server.command import lines, rows, words
-from commlib.bench.server.model import network
 from commlib.bench.server.ring_throughput import Ring
-from commlib.bench.server.worker import Figures, Job, Visit
+from commlib.bench.server.worker import Figures, Job, Visit, network
 
 Call = Callable[..., tuple[int, str, str]]
 

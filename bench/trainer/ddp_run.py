@@ -21,8 +21,7 @@ from commlib.bench.results.record import levels_of
 
 from .checkpoint import RunFolder, comm_state
 from .curve import Curve
-from .evaluate import evaluate
-from .replicas import check_replicas
+from .evaluate import check_replicas, evaluate
 from .result import Result, Traffic
 from .sampler import Shards
 from .settings import Settings

@@ -13,7 +13,7 @@ from commlib.bench.launch.processes import run_ranks
 from commlib.bench.trainer import report
 from commlib.bench.trainer.checkpoint import run_path
 from commlib.bench.trainer.ddp_run import learning_rate
-from commlib.bench.trainer.replicas import ReplicasDiffer, check_replicas
+from commlib.bench.trainer.evaluate import ReplicasDiffer, check_replicas
 from commlib.bench.trainer.sampler import Shards
 from commlib.bench.trainer.settings import Settings
 from commlib.bench.trainer.tasks import BadInput, load_task

@@ -20,8 +20,8 @@ import commlib
 from commlib.bench.results.record import levels_of
 
 from .checkpoint import RunFolder, comm_state
-from .curve import Curve
 from .evaluate import check_replicas, evaluate
+from .loss_curve import Curve
 from .result import Result, Traffic
 from .sampler import Shards
 from .settings import Settings

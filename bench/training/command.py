@@ -1,4 +1,7 @@
-"""``commlib bench train``: train with every route in turn, beside plain DDP and PyTorch's own hooks, or plain FSDP2."""
+"""``commlib bench train``: train with every route in turn, beside plain DDP and PyTorch's own hooks, or plain FSDP2.
+
+``--compute``: whether the cores do the arithmetic, or only wait as long as an accelerator would need.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,6 @@ from commlib.errors import CommlibError, unknown
 from commlib.exchange.rate_limit import RateLimit
 
 from . import fsdp
-from .compute import parse_compute
 from .configurations import COMMLIB, Contender, choose
 from .models import MODELS
 from .results import hidden, rows, title
@@ -28,6 +30,30 @@ from .runner import race
 from .schedule import Schedule, Visit
 from .trial import WARM_UP, Job
 from .workloads import shapes
+
+
+def parse_compute(text: str) -> float | None:
+    """Seconds of the simulated backward pass; None for ``real``.
+
+    Raises:
+        ValueError: neither ``real`` nor ``simulated:MS``.
+
+    >>> parse_compute("simulated:50")
+    0.05
+    """
+    kind, colon, number = text.partition(":")
+    if text == "real":
+        return None
+    if kind != "simulated" or not colon:
+        raise ValueError(f"--compute is real or simulated:MS (as simulated:50), got {text!r}")
+    try:
+        milliseconds = float(number)
+    except ValueError:
+        raise ValueError(f"--compute simulated:MS takes a number of milliseconds, got {number!r}") from None
+    if not 0 <= milliseconds <= 60_000:
+        raise ValueError(f"--compute simulated:MS takes 0 to 60000 milliseconds, got {number}")
+    return milliseconds / 1e3
+
 
 _LEAST_S, _LEAST_S_PER_VALUE = 15.0, 2e-6  # any visit may take so long: codecs of 2 µs a value and visit exist
 _LIMITED_STEPS = 30  # dense ones under a limit that any visit may take: a manager may want so many to make up its mind

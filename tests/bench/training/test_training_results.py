@@ -10,7 +10,7 @@ import pytest
 
 from commlib.bench.results.record import Record
 from commlib.bench.results.table import Row
-from commlib.bench.training.compute import parse_compute
+from commlib.bench.training.command import parse_compute
 from commlib.bench.training.configurations import COMMLIB, Contender, choose
 from commlib.bench.training.correctness import Evidence, judge
 from commlib.bench.training.results import hidden, rows, spread, title, versus

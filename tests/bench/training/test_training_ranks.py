@@ -177,7 +177,7 @@ def test_ranks_that_cannot_even_start_are_an_error() -> None:
 @pytest.mark.full
 def test_the_watchdog_says_who_hangs_where_no_parent_does() -> None:
     script = (
-        "import threading\nfrom commlib.bench.training.watchdog import watched\n"
+        "import threading\nfrom commlib.bench.training.worker import watched\n"
         "with watched('quick', 60.0, aloud=True): pass\n"
         "with watched('powersgd', 0.2, aloud=True): threading.Event().wait()"
     )

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from commlib.bench.training.fsdp import COMMLIB, Sharded, check_options, choose, split
 from commlib.bench.training.models import MODELS
-from commlib.bench.training.units import LEAST, units
-from commlib.bench.training.workloads import Replaying, Training
+from commlib.bench.training.workloads import LEAST, Replaying, Training, units
 from commlib.groups.world import World
 from tests.support.rank_pool import Fleet
 

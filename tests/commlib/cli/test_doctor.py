@@ -9,7 +9,7 @@ import torch
 import typer
 
 from commlib.cli import doctor as module
-from commlib.cli import selftest
+from commlib.cli import doctor as selftest
 from commlib.cli.doctor import Report, doctor, examine
 from commlib.messaging.network import Interface, gloo_choice, nccl_choice, network
 

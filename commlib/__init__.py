@@ -11,9 +11,9 @@ from commlib._attach import attach
 from commlib.checkpoint.dcp import read_state
 from commlib.checkpoint.state_dict import merge_state_dicts
 from commlib.codecs.base import Compressor, LayerSpec, Memory, Slot
+from commlib.codecs.cooperative import LowRank
 from commlib.codecs.error_feedback import ErrorFeedback
 from commlib.codecs.registry import make
-from commlib.codecs.stepwise import LowRank
 from commlib.ddp.state import HookState, hook
 from commlib.errors import CheckpointMismatch, CommlibError, MissingDependency, PeerLost, PlanMismatch, ReplicasDiverged
 from commlib.exchange.rate_limit import RateLimit

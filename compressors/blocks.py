@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from commlib.codecs.base import LayerSpec, Memory, Slot, store
-from commlib.codecs.cooperative import clear, magnitudes, poison, spread, take
-from commlib.codecs.stepwise import Blockwise
+from commlib.codecs.cooperative import Blockwise, clear, magnitudes, poison, spread, take
 from commlib.compressors.base.sparse import check_ratio, kept
 from commlib.runtime.scratch import scratch
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from commlib.codecs.base import LayerSpec, Memory, Slot
-from commlib.codecs.stepwise import LowRank
-from commlib.codecs.thin import thin_product
+from commlib.codecs.cooperative import LowRank, thin_product
 from commlib.compressors.kernels.dispatch import kernels
 from commlib.compressors.kernels.reference.codecs import power_of_two
 from commlib.compressors.kernels.reference.random import hash32

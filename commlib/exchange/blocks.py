@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from commlib.codecs.base import Compressor, LayerSpec
-from commlib.codecs.cooperative import clear, magnitudes, poison, spread, take
-from commlib.codecs.stepwise import Blockwise
+from commlib.codecs.cooperative import Blockwise, clear, magnitudes, poison, spread, take
 from commlib.exchange.buffers import Arena
 from commlib.exchange.collectives import AllReduce, Rounds
 from commlib.exchange.layer_task import Item, Stripe, payers

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from commlib.codecs.base import Compressor, LayerSpec
+from commlib.codecs.cooperative import LowRank, thin_product
 from commlib.codecs.error_feedback import ErrorFeedback
-from commlib.codecs.stepwise import LowRank
-from commlib.codecs.thin import thin_product
 from commlib.exchange.buffers import Arena
 from commlib.exchange.collectives import AllReduce, Rounds
 from commlib.exchange.layer_task import Item, Stripe, payers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from commlib.codecs.thin import thin_product
+from commlib.codecs.cooperative import thin_product
 
 
 @pytest.mark.parametrize(("m", "n", "r"), [(1, 1, 1), (300, 70, 4), (64, 1000, 1), (5, 3, 3)])

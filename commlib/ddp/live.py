@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from commlib.checkpoint.state_dict import needed_slots
 from commlib.codecs.memory_store import MemoryStore
-from commlib.codecs.warm import warm
+from commlib.codecs.registry import warm
 from commlib.ddp.buckets import Sorter
 from commlib.ddp.config import Setup
 from commlib.ddp.hook_slot import Door

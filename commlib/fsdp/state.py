@@ -10,7 +10,7 @@ from torch import nn
 
 from commlib.__version__ import __version__
 from commlib.checkpoint.state_dict import StateDict, from_state, to_state
-from commlib.codecs.warm import warm
+from commlib.codecs.registry import warm
 from commlib.errors import check_numbers
 from commlib.fsdp.collectives import Between, ToAll, ToOwners
 from commlib.fsdp.communicator import Traffic

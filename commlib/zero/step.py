@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from commlib.checkpoint.state_dict import StateDict, from_state, to_state
-from commlib.codecs.warm import warm
+from commlib.codecs.registry import warm
 from commlib.errors import CommlibError, check_numbers
 from commlib.groups.handshake import agree, meeting_place, publish_failure, share
 from commlib.groups.process_groups import begin_alike, group_of

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from commlib.codecs.base import LayerSpec, Memory
-from commlib.codecs.registry import compressors, make
-from commlib.codecs.warm import warm
+from commlib.codecs.registry import compressors, make, warm
 from commlib.compressors.kernels.cpu import codecs
 
 CPU = torch.device("cpu")

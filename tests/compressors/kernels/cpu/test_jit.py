@@ -13,7 +13,7 @@ CODE = """
 import logging; logging.basicConfig()
 import torch
 from commlib.codecs.registry import make
-from commlib.codecs.warm import warm
+from commlib.codecs.registry import warm
 warm([make("dgc:momentum=0,ratio=0.1")], torch.device("cpu"))
 """
 

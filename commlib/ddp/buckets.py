@@ -1,4 +1,14 @@
-"""A bucket's exchanges: its parameters, each with its route in the step under way and what its codec remembers."""
+"""A bucket's exchanges: its parameters, each with its route in the step under way and what its codec remembers.
+
+What is looked at to see whether a bucket came out finite: where codecs have scales these, not all the values again.
+
+A value that is decoded is a scale times at most two. So where the scales are finite it is, and they are few.
+
+Buckets that go as they are: what of them is alike in every step, so that it is not worked out anew in each.
+
+To sort a bucket's parameters by route takes time for each of them, in the thread of the backward pass: of a small model
+on a fast link that is what can be lost against plain DDP.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +17,15 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from commlib.codecs.base import LayerSpec, Memory, Seeds
 from commlib.codecs.memory_store import MemoryStore
-from commlib.ddp.finite import spans
-from commlib.ddp.plain import PlainBucket, PlainBuckets
-from commlib.exchange import two_level
+from commlib.exchange import dense, two_level
 from commlib.exchange.buffers import Arena
 from commlib.exchange.chunking import Routes, in_parts
-from commlib.exchange.collectives import Rounds, lockstep
+from commlib.exchange.collectives import AllReduce, Payers, Rounds, lockstep
 from commlib.exchange.factors.layers import FactorLayers
 from commlib.exchange.fusion import riding
 from commlib.exchange.hierarchy import Hierarchy, share
@@ -28,6 +37,95 @@ from commlib.monitoring.error_norms import Gauge
 from commlib.planning.plan import Plan
 from commlib.planning.route import Route
 from commlib.telemetry.stats import Meter
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainBucket:
+    """One of DDP's buckets, all of whose parameters are sent as they are by plan.
+
+    Attributes:
+        plan: in force.
+        parameters: their ``id``s, in order.
+        dtype: of the gradients.
+        names: of the parameters.
+        payers: the meter of this bucket, of which its layers have shares.
+    """
+
+    plan: Plan
+    parameters: list[int]
+    dtype: torch.dtype
+    names: list[str]
+    payers: Payers
+
+    def fits(self, plan: Plan, parameters: Sequence[Tensor], dtype: torch.dtype) -> bool:
+        """Whether it is still what DDP hands out: it fills its buckets anew after the first step."""
+        return plan is self.plan and dtype == self.dtype and [id(p) for p in parameters] == self.parameters
+
+    def mean(self, buffer: Tensor, world: World) -> AllReduce:
+        """As :func:`commlib.exchange.dense.rounds` of its items: the one collective that they are."""
+        ((meter, nbytes),) = self.payers
+        meter.would_send(nbytes, world.size)
+        return dense.mean(buffer, world, self.payers)
+
+    def rounds(self, buffer: Tensor, world: World) -> Rounds:
+        """The same as an exchange."""
+        yield [self.mean(buffer, world)]
+
+
+class PlainBuckets:
+    """Those that are known, by DDP's index. A bucket keeps its meter for good, through whatever plans.
+
+    Args:
+        meters: of layers that travel as one.
+    """
+
+    def __init__(self, meters: SharedMeters) -> None:
+        self._known: dict[int, PlainBucket] = {}
+        self._meters = meters
+
+    def find(self, bucket: Any, plan: Plan) -> PlainBucket | None:
+        """What is known of a bucket of DDP's, if it still is what it was."""
+        plain = self._known.get(bucket.index())
+        if plain is None or not plain.fits(plan, bucket.parameters(), bucket.buffer().dtype):
+            return None
+        return plain
+
+    def note(self, bucket: Any, plan: Plan, items: Sequence[Item]) -> None:
+        """Keep this bucket, if it is plain and will be while the plan is in force.
+
+        Args:
+            bucket: DDP's.
+            plan: in force, without a hierarchy.
+            items: the bucket's, as they are exchanged in this step.
+        """
+        self._known.pop(bucket.index(), None)
+        names = [item.spec.name for item in items]
+        if any(item.memory.old for item in items) or not all(plan.layers[n].route.plain for n in names):
+            return
+        payers = [(self._meters.of(items), sum(item.spec.nbytes for item in items))]
+        parameters = [id(p) for p in bucket.parameters()]
+        self._known[bucket.index()] = PlainBucket(plan, parameters, bucket.buffer().dtype, names, payers)
+
+
+LARGE = 1 << 16
+"""Values: of a smaller layer they are read as fast as its scales are found."""
+
+
+def spans(buffer: Tensor, items: Sequence[Item]) -> list[tuple[Tensor, Sequence[Tensor]]]:
+    """A bucket in consecutive pieces, each with the scales that vouch for it; none if only its values can.
+
+    Args:
+        buffer: the flat bucket, exchanged.
+        items: that were; their gradients are views of it.
+    """
+    found: list[tuple[Tensor, Sequence[Tensor]]] = []
+    at = 0
+    vouched = [item for item in items if item.scales and item.grad.numel() >= LARGE]
+    for item in sorted(vouched, key=lambda each: each.grad.storage_offset()):
+        start = int(item.grad.storage_offset() - buffer.storage_offset())
+        found += [(buffer[at:start], ()), (item.grad, item.scales)]
+        at = start + item.grad.numel()
+    return [(values, scales) for values, scales in [*found, (buffer[at:], ())] if values.numel()]
 
 
 class Sorter:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from commlib.codecs.base import LayerSpec, Memory, Seeds
 from commlib.codecs.registry import make
-from commlib.ddp import finite
-from commlib.ddp.finite import LARGE, spans
+from commlib.ddp import buckets
+from commlib.ddp.buckets import LARGE, spans
 from commlib.exchange.layer_task import Item
 from commlib.groups.world import World
 from commlib.telemetry.stats import Meter
@@ -73,7 +73,7 @@ SCALED = ["onebit", "sign", "int8", "int4:block=7", "qsgd", "ternary", "natural"
 
 def bad_steps(world: World, exchange: str) -> list[str]:
     """Steps with one value that is not finite on one rank, all layers large enough for their scales; what is wrong."""
-    finite.LARGE, wrong = 1, []
+    buckets.LARGE, wrong = 1, []
     for codec in SCALED:
         for value in (math.nan, math.inf, -math.inf):
             trainer = Trainer(world, f"{codec}@{exchange}")
@@ -85,7 +85,7 @@ def bad_steps(world: World, exchange: str) -> list[str]:
                 wrong.append(f"{codec}, {value}: {found}, {stats.steps} count, {stats.skipped} do not")
             if not weights.isfinite().all() or not same_everywhere(world, weights):
                 wrong.append(f"{codec}, {value}: weights")
-    finite.LARGE = LARGE
+    buckets.LARGE = LARGE
     return wrong
 
 

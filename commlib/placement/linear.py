@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from commlib.exchange.factors.shares import block
+from commlib.exchange.factors.delivery import block
 from commlib.placement.communication import DTYPES, Call, Channel
 from commlib.runtime.finite import finite
 

@@ -2,7 +2,7 @@
 
 Project Adam's exchange (Chilimbi et al., OSDI 2014: factors to the machine that owns the layer, the matrix back),
 balanced as in SACP (arXiv 1512.06216): every rank owns a block of the larger dimension
-(:mod:`commlib.exchange.factors.shares`). It gets its columns of one factor and all of the other from every rank, as
+(:mod:`commlib.exchange.factors.delivery`). It gets its columns of one factor and all of the other from every rank, as
 soon as their backward passes come to the layer; multiplies rows of all ranks in rank order; and all gather the blocks.
 So a rank computes no more than it would for its own rows, and all have the same bytes, whatever machine has made a
 block.
@@ -24,9 +24,8 @@ from commlib.codecs.base import Compressor, LayerSpec
 from commlib.exchange.buffers import Packing, rows
 from commlib.exchange.collectives import AllGather, Rounds
 from commlib.exchange.factors import broadcast
-from commlib.exchange.factors.delivery import ToOwners
+from commlib.exchange.factors.delivery import Shares, ToOwners
 from commlib.exchange.factors.payload import Room
-from commlib.exchange.factors.shares import Shares
 from commlib.exchange.layer_task import Item, Stripe, payers
 from commlib.groups.world import World
 

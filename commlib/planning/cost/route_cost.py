@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from commlib.exchange.factors.delivery import HEADER
-from commlib.exchange.factors.shares import Shares
+from commlib.exchange.factors.delivery import HEADER, Shares
 from commlib.messaging.link_model import Link
 
 

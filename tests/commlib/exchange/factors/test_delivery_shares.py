@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.exchange.factors.shares import Shares
+from commlib.exchange.factors.delivery import Shares
 
 SHARES = st.builds(Shares, n=st.integers(1, 20), m=st.integers(1, 20), size=st.integers(1, 9))
 

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from commlib.exchange.factors.delivery import Sending, ToAll, ToOwners
+from commlib.exchange.factors.delivery import Sending, Shares, ToAll, ToOwners
 from commlib.exchange.factors.payload import Payload, Room
 from commlib.exchange.factors.rounds import Habit, Trip
-from commlib.exchange.factors.shares import Shares
 from commlib.groups.world import World
 from tests.support.tiny_ddp import Meeting
 

@@ -2,15 +2,22 @@
 
 Which thread: the taps, :meth:`FactorLayers.complete` and :meth:`FactorLayers.trip` run in the thread of the backward
 pass, and only that one issues first rounds, on a process group that carries nothing else, in the order of
-:class:`commlib.exchange.factors.order.Order`. So that group sees the same sequence on every rank: of all-gathers and
+:class:`commlib.exchange.factors.layers.Order`. So that group sees the same sequence on every rank: of all-gathers and
 all-to-alls, as the layers' routes say, which ranks share. Nothing waits here.
+
+In which order layers' factors leave: the same on every rank. A pure state machine.
+
+Layers become ready in whatever order the backward pass meets them, and a layer that a rank does not use becomes
+ready only when DDP asks for its bucket. They are issued in one fixed order, each as soon as it and all before it are
+ready. At the end of a backward pass every layer is ready, for DDP has asked for every bucket; so all are issued, and
+on every rank in the same order.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commlib.codecs.base import Compressor, Seeds
 from commlib.exchange.base import Routed
-from commlib.exchange.factors.order import Order
 from commlib.exchange.factors.retained import has_gradient
 from commlib.exchange.factors.rounds import Habit, Trip
 from commlib.exchange.factors.tap import Tap
@@ -27,6 +33,39 @@ from commlib.exchange.registry import BY_ROWS
 from commlib.groups.world import World
 from commlib.runtime.autograd import before_forward
 from commlib.runtime.layers import linear_layers
+
+
+class Order:
+    """One step after another.
+
+    Args:
+        names: all layers, in the order in which they are issued.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = list(names)
+        self._known = set(names)
+        self._ready: set[str] = set()
+        self._issued = 0
+
+    def ready(self, name: str) -> list[str]:
+        """A layer has become ready (more than once does no harm): those to issue now, in order.
+
+        Raises:
+            KeyError: there is no such layer.
+        """
+        if name not in self._known:
+            raise KeyError(name)
+        self._ready.add(name)
+        start = self._issued
+        while self._issued < len(self.names) and self.names[self._issued] in self._ready:
+            self._issued += 1
+        return self.names[start : self._issued]
+
+    def restart(self) -> None:
+        """The next step begins."""
+        self._ready.clear()
+        self._issued = 0
 
 
 class Observer(Protocol):

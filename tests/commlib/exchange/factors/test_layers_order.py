@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.exchange.factors.order import Order
+from commlib.exchange.factors.layers import Order
 
 NAMES = ["c", "b", "a"]
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from commlib.exchange.rate import read_rate
-from commlib.exchange.rate import show_rate as show_rate
+from commlib.exchange.rate_limit import read_rate
+from commlib.exchange.rate_limit import show_rate as show_rate
 
 LOWEST, HIGHEST = 64e3, 100e9  # bit/s: below, one packet takes a fifth of a second; above, no CPU keeps up
 
@@ -26,7 +26,7 @@ _SHORTEST_QUEUE = 1 << 20
 
 
 def parse_rate(text: str) -> float:
-    """``"200mbit"`` → 2e8 bit/s, as :func:`commlib.exchange.rate.read_rate` has it.
+    """``"200mbit"`` → 2e8 bit/s, as :func:`commlib.exchange.rate_limit.read_rate` has it.
 
     Raises:
         ValueError: no such rate, or one no link can be given.

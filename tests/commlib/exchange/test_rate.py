@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.exchange.rate import read_rate, show_rate
+from commlib.exchange.rate_limit import read_rate, show_rate
 
 
 @pytest.mark.parametrize(("text", "rate"), [("50mbit", 5e7), ("0.5 Gbit/s", 5e8), ("64kbit", 64e3), ("9bit", 9.0)])

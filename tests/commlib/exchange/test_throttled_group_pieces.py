@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from commlib.exchange import pieces
+from commlib.exchange import throttled_group
 from commlib.exchange.collectives import AllGather, AllReduce, AllToAll, Collective, Rounds
-from commlib.exchange.pieces import Piece
+from commlib.exchange.throttled_group import Piece
 from commlib.planning.simulate import run
 
 SIZES = st.integers(1, 4)
@@ -69,7 +69,7 @@ def test_slices_of_an_all_reduce_are_its_sum(world: int, n: int, most: float, se
     tensors = [torch.randint(-99, 99, (n,), generator=gen, dtype=torch.int32) for _ in range(world)]
     total = torch.stack(tensors).sum(0)
     groups = [Rank(r, world) for r in range(world)]
-    cut = [pieces.all_reduce(g, t, most) for g, t in zip(groups, tensors, strict=True)]
+    cut = [throttled_group.all_reduce(g, t, most) for g, t in zip(groups, tensors, strict=True)]
     sent = carry_out(groups, cut, most + 8, 8)  # whole values: one more than would fit, at most
     assert all(torch.equal(t, total.to(t.dtype)) for t in tensors)
     assert sent == pytest.approx(AllReduce(tensors[0]).wire_bytes(world))
@@ -81,7 +81,7 @@ def test_slices_of_an_all_gather_come_to_their_places(world: int, n: int, most: 
     payloads = [torch.randint(0, 255, (n,), generator=gen, dtype=torch.uint8) for _ in range(world)]
     outs = [torch.zeros(world * n, dtype=torch.uint8) for _ in range(world)]
     groups = [Rank(r, world) for r in range(world)]
-    cut = [pieces.all_gather(g, o, p, most) for g, o, p in zip(groups, outs, payloads, strict=True)]
+    cut = [throttled_group.all_gather(g, o, p, most) for g, o, p in zip(groups, outs, payloads, strict=True)]
     sent = carry_out(groups, cut, most + world, world)
     assert all(torch.equal(out, torch.cat(payloads)) for out in outs)
     assert sent == (world - 1) * n
@@ -94,7 +94,7 @@ def test_shares_of_an_all_to_all_come_to_their_places(splits: list[int], most: f
     outs = [torch.zeros(world * splits[r], dtype=torch.uint8) for r in range(world)]
     groups = [Rank(r, world) for r in range(world)]
     cut = [
-        pieces.all_to_all(g, o, t, [splits[r]] * world, splits, most)
+        throttled_group.all_to_all(g, o, t, [splits[r]] * world, splits, most)
         for r, (g, o, t) in enumerate(zip(groups, outs, tensors, strict=True))
     ]
     sent = carry_out(groups, cut, most + world, world)

@@ -17,7 +17,7 @@ from commlib.codecs.registry import make
 from commlib.ddp.state import HookState, hook
 from commlib.errors import CheckpointMismatch, CommlibError, MissingDependency, PeerLost, PlanMismatch, ReplicasDiverged
 from commlib.exchange.rate_limit import RateLimit
-from commlib.groups import backends
+from commlib.groups import process_groups
 from commlib.local_sgd.elastic import ElasticAveraging
 from commlib.local_sgd.local_steps import LocalSteps
 from commlib.monitoring.replica_check import check_replicas
@@ -33,7 +33,7 @@ from commlib.server.worker.servers import Servers
 from commlib.telemetry.stats import LayerStats, Stats
 from commlib.zero.step import ShardedStep
 
-backends.register()
+process_groups.register()
 
 __all__ = [
     "ASP",

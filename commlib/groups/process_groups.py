@@ -1,9 +1,14 @@
-"""Which process groups an attached model uses."""
+"""Which process groups an attached model uses.
+
+Process groups of torch.distributed that installed packages bring (entry points ``commlib.process_groups``).
+"""
 
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import torch
@@ -81,3 +86,20 @@ def deadline(group: Any, device: torch.device) -> datetime.timedelta:
 def waits_on_stream(group: Any, device: torch.device) -> bool:
     """Whether waiting for a work of the group makes the current stream wait, and not the thread (NCCL)."""
     return device.type == "cuda" and bool(group._get_backend(device).name() == "nccl")
+
+
+GROUP = "commlib.process_groups"
+
+
+def register() -> None:
+    """Makes each known to ``init_process_group`` by its name. What makes them is imported when the first is made."""
+    if not dist.is_available():
+        return
+    for found in entry_points(group=GROUP):
+        if found.name not in dist.Backend.backend_list:
+            make = functools.partial(_make, found)
+            dist.Backend.register_backend(found.name, make, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _make(found: EntryPoint, about: Any, options: Any) -> Any:
+    return found.load()(about, options)

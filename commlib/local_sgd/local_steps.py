@@ -1,4 +1,7 @@
-"""Training by local steps, in a loop that stays as it is but for one line."""
+"""Training by local steps, in a loop that stays as it is but for one line.
+
+What local steps are asked to do, checked before anybody waits.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,6 @@ from commlib.errors import CheckpointMismatch, CommlibError
 from commlib.groups.coordinator import Board
 from commlib.groups.handshake import agree, meeting_place
 from commlib.groups.process_groups import begin_alike, group_of
-from commlib.local_sgd.arguments import apart, check_delay
 from commlib.local_sgd.fragments import Fragment, Part, cut
 from commlib.local_sgd.outer_optimizers import Rule, make
 from commlib.local_sgd.sync_schedule import Pace
@@ -28,6 +30,29 @@ from commlib.planning.route import Rules
 from commlib.runtime.layers import inside, refuse_sparse, trained_parameters
 from commlib.runtime.mend import mend
 from commlib.telemetry.stats import Stats
+
+
+def apart(model: nn.Module, state: HookState, ranks: int) -> int:
+    """How many take steps of their own: ranks; or nodes, if each is one DDP."""
+    if not isinstance(model, DistributedDataParallel):
+        return ranks
+    levels, together = state._levels, dist.get_process_group_ranks(model.process_group)
+    if levels is None or len(together) != len(levels.local_ranks):
+        size = 1 if levels is None else len(levels.local_ranks)
+        raise ValueError(f"a node has {size} rank(s), and DDP has {len(together)}: give it a process group of a node's")
+    return levels.inter.size
+
+
+def check_delay(pace: Pace, fragments: int, delay: int, mix: float, rule: Rule) -> None:
+    if not 0 <= delay < pace.tau:
+        raise ValueError(f"delay is 0 steps or more, and less than tau={pace.tau}, got {delay}")
+    if not 0 <= mix < 1:
+        raise ValueError(f"mix must be in [0, 1), got {mix}")
+    if pace.auto and (delay or fragments > 1):
+        raise ValueError("tau=auto measures meetings of the whole model: fragments and delay need a number of steps")
+    if rule.apart and delay:
+        raise ValueError(f"{rule.name} keeps ranks apart by itself: it has no delay")
+
 
 _log = logging.getLogger("commlib")
 _WARM = 3  # first steps of a run, which are slow

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.local_sgd.sync_schedule import Auto, Figures, Pace
-from commlib.local_sgd.tau import meeting_share
+from commlib.local_sgd.sync_schedule import Auto, Figures, Pace, meeting_share
 
 
 def rounds(pace: Pace, steps: int) -> list[list[int]]:

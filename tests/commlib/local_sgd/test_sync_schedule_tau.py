@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.local_sgd.tau import meeting_share, naive_speedup, speedup, steps_for
+from commlib.local_sgd.sync_schedule import meeting_share, naive_speedup, speedup, steps_for
 
 
 def test_the_papers_setting_gives_the_papers_tau() -> None:

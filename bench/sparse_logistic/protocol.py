@@ -23,9 +23,8 @@ from torch import Tensor
 
 from commlib.codecs.filter import Chain, Content, MissingKeys
 from commlib.errors import ProtocolError
-from commlib.messaging.buffers import from_buffer, to_buffer
 from commlib.messaging.endpoint import Endpoint
-from commlib.messaging.frame import Buffer, Frame
+from commlib.messaging.frame import Buffer, Frame, from_buffer, to_buffer
 
 CHANNELS = 2
 

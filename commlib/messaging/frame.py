@@ -11,6 +11,8 @@ what a header claims is compared with what came, before anything is allocated fo
 numbers, strings and lists of these.
 
 Which frame may follow which is :mod:`commlib.messaging.session`'s.
+
+Tensors as the bytes of messages, and back.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgpack
+import torch
+from torch import Tensor
 
 from commlib.errors import ProtocolError
 
@@ -254,3 +258,21 @@ def _known() -> str:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def to_buffer(flat: Tensor) -> Buffer:
+    """The bytes of (n,), contiguous, on the CPU; not copied."""
+    if flat.stride(0) != 1:  # one value, which PyTorch calls contiguous whatever its stride is, but does not view
+        flat = flat.as_strided(flat.shape, (1,))
+    found: Any = flat.view(torch.uint8).numpy()
+    return memoryview(found)
+
+
+def from_buffer(buffer: Buffer, dtype: torch.dtype) -> Tensor:
+    """(n,) in these bytes, n ≥ 1; copied only if they may not be written to, or lie where the dtype's must not."""
+    if memoryview(buffer).readonly:
+        buffer = bytearray(buffer)
+    found = torch.frombuffer(buffer, dtype=dtype)
+    if found.data_ptr() % found.itemsize:  # PyTorch's loops may be compiled for that not to be: complex128 crashed
+        return torch.frombuffer(bytearray(buffer), dtype=dtype)
+    return found

@@ -13,9 +13,8 @@ import time
 from torch import Tensor
 
 from commlib.errors import PeerLost, ProtocolError
-from commlib.messaging.buffers import from_buffer, to_buffer
 from commlib.messaging.endpoint import Endpoint, Sent
-from commlib.messaging.frame import Buffer, Frame
+from commlib.messaging.frame import Buffer, Frame, from_buffer, to_buffer
 from commlib.transports.process_group.algorithms.steps import Recv, Send
 
 

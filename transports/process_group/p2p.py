@@ -16,9 +16,8 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from commlib.errors import CommlibError, PeerLost, ProtocolError
-from commlib.messaging.buffers import from_buffer, to_buffer
 from commlib.messaging.endpoint import Endpoint
-from commlib.messaging.frame import Buffer, Frame
+from commlib.messaging.frame import Buffer, Frame, from_buffer, to_buffer
 from commlib.transports.process_group.algorithms.steps import Place
 
 from .host_tensors import Flat

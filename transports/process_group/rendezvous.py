@@ -15,7 +15,7 @@ from commlib.errors import AuthenticationError, CommlibError, PeerLost
 from commlib.groups.handshake import wait_for_all
 from commlib.groups.world import World
 from commlib.messaging import keys
-from commlib.messaging.buffers import to_buffer
+from commlib.messaging.frame import to_buffer
 from commlib.messaging.link_model import Line
 from commlib.messaging.where import address_towards, machine, store_host
 from commlib.transports.options import Options

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from commlib.codecs.filter import Content
 from commlib.errors import ProtocolError
-from commlib.messaging.buffers import from_buffer, to_buffer
-from commlib.messaging.frame import DTYPES, Buffer
+from commlib.messaging.frame import DTYPES, Buffer, from_buffer, to_buffer
 from commlib.server.protocol.messages import (
     Ack,
     Adopt,

@@ -24,8 +24,7 @@ import msgpack
 import torch
 from torch import Tensor
 
-from commlib.messaging.buffers import from_buffer, to_buffer
-from commlib.messaging.frame import DTYPES, Buffer
+from commlib.messaging.frame import DTYPES, Buffer, from_buffer, to_buffer
 
 _MAGIC, _VERSION = b"cml-snap", 1
 _START = struct.Struct(">8sBQQ")

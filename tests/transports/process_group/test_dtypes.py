@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commlib.messaging.buffers import from_buffer
+from commlib.messaging.frame import from_buffer
 from commlib.transports.process_group.process_group_group import ZmqGroup
 from tests.support.thread_groups import each, groups
 

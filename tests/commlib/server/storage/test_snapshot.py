@@ -26,8 +26,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from commlib.errors import CheckpointMismatch, CommlibError
-from commlib.messaging.buffers import to_buffer
-from commlib.messaging.frame import DTYPES
+from commlib.messaging.frame import DTYPES, to_buffer
 from commlib.runtime.optimizers import BY_ELEMENT, Recipe
 from commlib.server.job.consistency import BSP
 from commlib.server.shard.chunk_state import Cell

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from commlib.bench.results.record import Record
 from commlib.bench.results.table import Row
 from commlib.errors import MissingDependency
-from commlib.messaging.line import FROM
+from commlib.messaging.link_model import FROM
 
 from .results import title
 from .sweep import show_size

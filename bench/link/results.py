@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from commlib.bench.results.record import Record
 from commlib.bench.results.table import Row
-from commlib.messaging.line import FROM, Fit, fit
+from commlib.messaging.link_model import FROM, Fit, fit
 
 from .collectives import OPS
 from .sweep import share_needed, show_size

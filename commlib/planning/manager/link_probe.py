@@ -19,8 +19,7 @@ from commlib.exchange.collectives import Scope, scope_of
 from commlib.exchange.hierarchy import Hierarchy
 from commlib.exchange.rate_limit import RateLimit
 from commlib.groups.world import World
-from commlib.messaging.line import Fit, fit
-from commlib.messaging.link_model import Line, Link
+from commlib.messaging.link_model import Fit, Line, Link, fit
 from commlib.planning.route import resolve
 from commlib.planning.simulate import part
 

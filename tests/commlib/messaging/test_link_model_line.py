@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from commlib.messaging.line import FROM, fit
+from commlib.messaging.link_model import FROM, fit
 
 ALPHAS = st.floats(1e-6, 1e-2)
 BETAS = st.floats(1e-11, 1e-6)

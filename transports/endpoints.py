@@ -6,7 +6,7 @@ from typing import Any
 
 from commlib.messaging import keys
 from commlib.messaging.endpoint import Endpoint
-from commlib.messaging.where import address_towards
+from commlib.messaging.network import address_towards
 from commlib.transports.inproc import InProc
 from commlib.transports.options import Options
 from commlib.transports.zeromq import ZeroMQ, is_loopback

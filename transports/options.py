@@ -7,7 +7,7 @@ import os
 
 from commlib.messaging import flow_control
 from commlib.messaging import keys as stored
-from commlib.messaging.where import address_of
+from commlib.messaging.network import address_of
 
 _YES, _NO = frozenset({"1", "true", "yes", "on"}), frozenset({"", "0", "false", "no", "off"})
 

@@ -1,13 +1,19 @@
-"""The network interfaces of this machine, and which of them Gloo and NCCL would pick."""
+"""The network interfaces of this machine, and which of them Gloo and NCCL would pick.
+
+Where this process is: its machine, its addresses, and the way to another.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
 import struct
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
+
+from commlib.errors import CommlibError
 
 _CLASS_NET = Path("/sys/class/net")
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>: the IPv4 address of an interface
@@ -115,3 +121,54 @@ def _is_up(name: str) -> bool:
     except (OSError, ValueError):
         return bool(_ipv4(name) or _ipv6(name))
     return bool(flags & 1)  # IFF_UP
+
+
+def address_of(given: str) -> str:
+    """Of an interface's name, its first address; an address is one already.
+
+    Raises:
+        ValueError: neither.
+    """
+    interfaces = network()["interfaces"]
+    known = {address: name for name, i in interfaces.items() for address in i["addresses"]}
+    if given in known or given.startswith("127."):
+        return given
+    if given in interfaces and interfaces[given]["addresses"]:
+        return interfaces[given]["addresses"][0]
+    there = ", ".join(f"{name} ({', '.join(i['addresses']) or 'no address'})" for name, i in interfaces.items())
+    raise ValueError(f"COMMLIB_HOST is an interface of this machine or its address, got {given!r}; there are {there}")
+
+
+def address_towards(host: str) -> str:
+    """This machine's address on the way to another; nothing is sent.
+
+    Raises:
+        CommlibError: there is no way.
+    """
+    try:
+        family, kind, protocol, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as s:
+            s.connect(there)
+            return str(s.getsockname()[0])
+    except OSError as e:
+        raise CommlibError(
+            f"no way to the store's host {host!r} ({e.strerror}): name the interface by COMMLIB_HOST"
+        ) from e
+
+
+def store_host(store: Any) -> str | None:
+    """Where the store is, if it is one of the network."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    found = getattr(store, "host", None) or os.environ.get("MASTER_ADDR")
+    return str(found) if found else None
+
+
+def machine() -> str:
+    """The same on all ranks that reach each other by loopback, and on no others."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+    with contextlib.suppress(OSError):  # network namespaces, such as containers', are machines of their own
+        parts.append(os.readlink("/proc/self/ns/net"))
+    return " ".join(parts)

@@ -17,7 +17,7 @@ from commlib.groups.world import World
 from commlib.messaging import keys
 from commlib.messaging.frame import to_buffer
 from commlib.messaging.link_model import Line
-from commlib.messaging.where import address_towards, machine, store_host
+from commlib.messaging.network import address_towards, machine, store_host
 from commlib.transports.options import Options
 from commlib.transports.zeromq import ZeroMQ, is_loopback
 

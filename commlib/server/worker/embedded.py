@@ -22,8 +22,8 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 from commlib.errors import CommlibError, PeerLost
 from commlib.groups.handshake import store_of, wait_for_all
 from commlib.groups.world import World
+from commlib.messaging.network import address_of, address_towards, machine, store_host
 from commlib.messaging.throughput import measure
-from commlib.messaging.where import address_of, address_towards, machine, store_host
 from commlib.server.job.chunks import NBYTES, fitting
 from commlib.server.membership import rendezvous
 from commlib.server.storage.snapshot_policy import Snapshots

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from commlib.errors import CommlibError
-from commlib.messaging.where import address_of, address_towards, machine, store_host
+from commlib.messaging.network import address_of, address_towards, machine, store_host
 from tests.support.thread_groups import new_store
 
 

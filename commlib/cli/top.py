@@ -16,8 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from commlib.monitoring.tail import Tails
-from commlib.monitoring.top import picture
+from commlib.monitoring.top import Tails, picture
 
 _WIDE = 160
 

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.monitoring.tail import Tail, Tails
+from commlib.monitoring.top import Tail, Tails
 
 
 def put(path: Path, rank: int, *steps: int, age: float = 0.0) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from commlib.pipeline.stash import output_of, stashed
+from commlib.pipeline.hetpipe import output_of, stashed
 
 
 def make() -> nn.Sequential:

@@ -13,8 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from commlib.messaging.link_model import Link
-from commlib.placement.coder import Coder
-from commlib.placement.communication import EXACT, HEADER
+from commlib.placement.communication import EXACT, HEADER, Coder
 from commlib.planning.cost.choose import WORTH, choose
 from commlib.planning.cost.cost import placed_sent
 from commlib.planning.cost.overlap import Bucket, Pass

@@ -18,8 +18,7 @@ from commlib.groups.handshake import agree, meeting_place, publish_failure
 from commlib.groups.process_groups import group_of, sibling, waits_on_stream
 from commlib.groups.world import World
 from commlib.placement.choose import Considered, decide
-from commlib.placement.coder import Coder
-from commlib.placement.communication import DTYPES, Channel
+from commlib.placement.communication import DTYPES, Channel, Coder
 from commlib.placement.linear import PlacedLinear, placed_layers
 from commlib.placement.profile import measure
 from commlib.runtime.layer import LayerSpec
@@ -83,7 +82,7 @@ def place(
         init_sync: give all ranks the first one's weights, as DDP does; False where they are alike already.
         timeout: seconds to wait for the other ranks here.
         codec: how activations and their gradients travel (``fp16``, ``int8``), not weights and biases. Its error stays
-            in the step (:mod:`commlib.placement.coder`).
+            in the step (:mod:`commlib.placement.communication`).
 
     Raises:
         ValueError, TypeError: a bad option, name or model; the message says which layers there are.

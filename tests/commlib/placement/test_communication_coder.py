@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from commlib.messaging.link_model import Line, Link
 from commlib.placement.choose import Linear, placed_way
-from commlib.placement.coder import Coder
+from commlib.placement.communication import Coder
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
 

@@ -1,13 +1,33 @@
-"""Which layers shall leave dense, given what each way costs. Pure."""
+"""Which layers shall leave dense, given what each way costs. Pure.
+
+Figures as the manager says them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from commlib.messaging.link_model import Link
 from commlib.planning.cost.overlap import Pass, finish
 from commlib.planning.cost.route_cost import Way
-from commlib.planning.cost.words import ms
+
+
+def ms(seconds: float) -> str:
+    """``12.3 ms``."""
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def mbit(link: Link) -> str:
+    """What a link carries: ``200 Mbit/s``."""
+    beta = link.all_reduce.beta
+    return f"{8e-6 / beta:.3g} Mbit/s" if beta else "no limit that shows"
+
+
+def some(names: Sequence[str]) -> str:
+    """The first three, and how many more."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
 
 MARGIN = 0.02
 """A change that shortens a step by a smaller share is not worth making."""

@@ -20,8 +20,7 @@ import math
 import statistics
 
 from commlib.messaging.link_model import Link
-from commlib.planning.cost.choose import Choice
-from commlib.planning.cost.words import mbit, ms, some
+from commlib.planning.cost.choose import Choice, mbit, ms, some
 from commlib.planning.manager.candidates import Model, by_gain, routes
 from commlib.planning.manager.decision import Decision
 from commlib.planning.manager.measurements import Figures

@@ -14,7 +14,7 @@ from commlib.bench.results.record import Record, emit, facts
 from commlib.bench.results.table import Row
 from commlib.bench.targets import place
 from commlib.errors import CommlibError
-from commlib.planning.cost.timeline import first_first_seconds, just_in_time_seconds, step_seconds
+from commlib.planning.cost.overlap import first_first_seconds, just_in_time_seconds, step_seconds
 from commlib.server.job.consistency import make
 
 from .worker import Figures, Job, Visit, main

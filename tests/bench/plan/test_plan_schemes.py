@@ -25,7 +25,7 @@ from commlib.bench.plan.schemes import (
     outcomes,
 )
 from commlib.planning.cost import volume
-from commlib.planning.cost.timeline import step_seconds
+from commlib.planning.cost.overlap import step_seconds
 from tests.support.tiers import examples
 
 

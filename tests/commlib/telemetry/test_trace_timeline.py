@@ -1,5 +1,5 @@
 """What is recorded of a step with a clock that only computing and waiting advance is the recursion of
-commlib.planning.cost.timeline.
+commlib.planning.cost.overlap.
 
 The model is a real one, with the hooks that training has; the link carries one transfer after another.
 """
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commlib
 from commlib.ddp import state
 from commlib.groups.world import World
-from commlib.planning.cost.timeline import Timeline, just_in_time_seconds, overlap, step_seconds
+from commlib.planning.cost.overlap import Timeline, just_in_time_seconds, overlap, step_seconds
 from commlib.runtime import backward
 from commlib.server.job.chunks import cut
 from commlib.server.membership.view import View

@@ -1,4 +1,4 @@
-"""When a step of given ways ends: the recursion of :mod:`commlib.planning.cost.timeline`, its bounds, and small steps
+"""When a step of given ways ends: the recursion of :mod:`commlib.planning.cost.overlap`, its bounds, and small steps
 by hand."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlib.planning.cost import timeline
+from commlib.planning.cost import overlap
 from commlib.planning.cost.overlap import Bucket, Pass, exposed, finish, undisturbed
 from commlib.planning.cost.route_cost import Way
 from tests.support.tiers import examples
@@ -63,7 +63,7 @@ def test_one_dense_layer_a_bucket_without_latency_is_the_timeline(times: list[tu
     ready = itertools.accumulate(reversed(backward))
     p = one_by_one(list(ready))
     ways = {b.layers[0]: way(c) for b, c in zip(p.buckets, reversed(wire), strict=True)}
-    line = timeline.overlap(backward, wire)
+    line = overlap.overlap(backward, wire)
     assert finish(p, ways) == pytest.approx(line.seconds)
     assert exposed(p, ways) == pytest.approx(line.exposed)
 

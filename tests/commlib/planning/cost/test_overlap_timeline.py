@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.planning.cost.timeline import first_first_seconds, just_in_time_seconds, overlap, step_seconds
+from commlib.planning.cost.overlap import first_first_seconds, just_in_time_seconds, overlap, step_seconds
 
 TIMES = st.lists(st.tuples(*[st.floats(0, 10) for _ in range(3)]), min_size=1, max_size=8)
 

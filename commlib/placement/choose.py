@@ -15,10 +15,9 @@ import torch
 from commlib.messaging.link_model import Link
 from commlib.placement.communication import EXACT, HEADER, Coder
 from commlib.planning.cost.choose import WORTH, choose, mbit, ms
-from commlib.planning.cost.cost import placed_sent
 from commlib.planning.cost.overlap import Bucket, Pass
 from commlib.planning.cost.route_cost import Way, dense, factors, owners
-from commlib.planning.cost.volume import Shape
+from commlib.planning.cost.volume import Shape, placed_sent
 
 _FIRST, _CAP = 1 << 20, 25 << 20  # bytes of DDP's first bucket, and of the others
 

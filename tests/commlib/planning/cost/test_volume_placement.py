@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.planning.cost import cost as placement
 from commlib.planning.cost import volume
+from commlib.planning.cost import volume as placement
 from commlib.planning.cost.volume import Shape
 
 

@@ -34,8 +34,8 @@ from commlib.fsdp.plan import Replicas
 from commlib.groups.handshake import answer_roll_call, roll_call
 from commlib.groups.world import World
 from commlib.planning.plan import Plan
+from commlib.runtime.amp import LossScale
 from commlib.runtime.backward import at_end_of_backward, wait
-from commlib.runtime.loss_scale import LossScale
 from commlib.telemetry.stats import Meter
 
 _MEAN, _SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM

@@ -22,7 +22,7 @@ from commlib.monitoring.log import Log, Loggable
 from commlib.planning.plan import Plan
 from commlib.planning.policy import Exact, Policy
 from commlib.planning.route import Rules
-from commlib.runtime.loss_scale import LossScale
+from commlib.runtime.amp import LossScale
 from commlib.telemetry.stats import Stats
 
 

@@ -13,9 +13,8 @@ from torch.optim import SGD, Optimizer
 
 from commlib.errors import CommlibError
 from commlib.local_sgd.outer_optimizers import Elastic
-from commlib.runtime.finite import finite
+from commlib.runtime.amp import finite, mend
 from commlib.runtime.layers import trained_parameters
-from commlib.runtime.mend import mend
 from commlib.server.worker.arguments import check_model, world_of
 from commlib.server.worker.parameter_server import ParameterServer
 

@@ -27,8 +27,8 @@ from commlib.local_sgd.outer_optimizers import Rule, make
 from commlib.local_sgd.sync_schedule import Pace
 from commlib.planning.policy import policy_of
 from commlib.planning.route import Rules
+from commlib.runtime.amp import mend
 from commlib.runtime.layers import inside, refuse_sparse, trained_parameters
-from commlib.runtime.mend import mend
 from commlib.telemetry.stats import Stats
 
 

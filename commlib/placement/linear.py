@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from commlib.exchange.factors.delivery import block
 from commlib.placement.communication import DTYPES, Call, Channel
-from commlib.runtime.finite import finite
+from commlib.runtime.amp import finite
 
 
 class PlacedLinear(nn.Module):

@@ -4,7 +4,15 @@ Those that leave during the backward pass are divided in their copies. Parameter
 the step, and by the scaler itself: so it knows whether one has overflowed when its ``update()`` asks.
 
 The scale is read when the first gradient leaves. That waits for the device, as the gradient's copy does anyway: there
-is nothing to gain from reading it ahead, as DDP's hook does (:mod:`commlib.runtime.loss_scale`), which copies nothing.
+is nothing to gain from reading it ahead, as DDP's hook does (:mod:`commlib.runtime.amp`), which copies nothing.
+
+Whether values are finite.
+
+What a GradScaler multiplies gradients by, known to the host without stalling the device.
+
+An optimizer whose rank has met what is not finite.
+
+A GradScaler whose gradients are shared out: it is told what all ranks have found, and no rank's own.
 """
 
 from __future__ import annotations
@@ -13,12 +21,18 @@ import logging
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
 from commlib.errors import CommlibError
-from commlib.runtime.finite import finite
+from commlib.runtime.readback import Readback
+
+
+def finite(values: Tensor) -> bool:
+    """Whether all are. One pass where the sum says so; a sum that overflows does not."""
+    return not values.is_floating_point() or bool(torch.isfinite(values.sum()) or values.isfinite().all())
+
 
 _log = logging.getLogger("commlib")
 
@@ -97,3 +111,90 @@ class Scaled:
                 "to them since, clipping for instance, the servers do not see"
             )
             self._warned = True
+
+
+class LossScale:
+    """Follows a scaler's scale.
+
+    On CUDA the scale lives on the device. It last changed before the forward pass, so its copy to the host
+    starts there, and is awaited only when the first gradients are ready.
+
+    Args:
+        scaler: a ``torch.amp.GradScaler``, or None for a scale of 1.
+        module: whose forward pass begins a step.
+
+    Raises:
+        TypeError: the scaler has no ``get_scale``.
+    """
+
+    def __init__(self, scaler: Any, module: nn.Module) -> None:
+        if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
+            raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
+        self._scaler = scaler
+        self._copy, self._copying = Readback(), False
+        if scaler is not None and next(module.parameters()).is_cuda:
+            module.register_forward_pre_hook(self._start)
+
+    def now(self) -> float:
+        """The scale of the backward pass under way."""
+        if self._scaler is None:
+            return 1.0
+        copying, self._copying = self._copying, False
+        return self._copy.get()[0] if copying else float(self._scaler.get_scale())
+
+    def _start(self, module: nn.Module, inputs: Any) -> None:
+        scale = getattr(self._scaler, "_scale", None)  # None until the first loss is scaled
+        self._copying = scale is not None
+        if scale is not None:
+            self._copy.start(scale.detach())
+
+
+@torch.no_grad()
+def mend(optimizer: Optimizer | None) -> None:
+    """What is not finite in an optimizer's state begins anew."""
+    for state in optimizer.state.values() if optimizer else ():
+        for value in state.values():
+            if isinstance(value, Tensor) and value.is_floating_point() and not value.isfinite().all():
+                value.zero_()
+
+
+class Scale:
+    """Of one step after another. Without a scaler, or with one that is not enabled, it is 1.
+
+    Args:
+        scaler: the user's, or None.
+        optimizer: whose step it is.
+        module: whose forward pass begins a step.
+
+    Raises:
+        TypeError: this is no GradScaler.
+    """
+
+    def __init__(self, scaler: Any, optimizer: Optimizer, module: nn.Module) -> None:
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._optimizer, self._follow = optimizer, LossScale(self._scaler, module)
+
+    def now(self) -> float:
+        """By how much the gradients of the step under way are too large."""
+        return self._follow.now()
+
+    def tell(self, finite: bool, device: torch.device) -> None:
+        """The scaler, for its ``update()``.
+
+        Raises:
+            CommlibError: ``scaler.unscale_(optimizer)`` was called, or ``scaler.update()`` was not.
+        """
+        if self._scaler is None:
+            return
+        state = self._scaler._per_optimizer_states[id(self._optimizer)]
+        if state["stage"] is OptState.UNSCALED:
+            raise CommlibError(
+                "scaler.unscale_() sees one rank's gradients, which have left: leave it out; clip_grad_norm_ of this "
+                "step sees the means of all without the scale"
+            )
+        if state["stage"] is OptState.STEPPED:
+            raise CommlibError("scaler.update() was not called since the step before")
+        state["found_inf_per_device"] = {device: torch.tensor(float(not finite), device=device)}
+        state["stage"] = OptState.STEPPED

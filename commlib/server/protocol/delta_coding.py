@@ -17,7 +17,7 @@ from commlib.codecs.base import Compressor, LayerSpec, Seeds
 from commlib.codecs.filter import Chain, Content, Receiving, Sending
 from commlib.codecs.memory_store import MemoryStore
 from commlib.errors import ProtocolError
-from commlib.runtime.finite import finite
+from commlib.runtime.amp import finite
 from commlib.server.protocol.value_coding import Row, Way, add, decompress, seed_of
 
 

@@ -28,7 +28,7 @@ from commlib.codecs.filter import Chain, Content, chain, filters
 from commlib.codecs.memory_store import MemoryStore
 from commlib.codecs.registry import compressors, make
 from commlib.errors import ProtocolError, unknown
-from commlib.runtime.finite import finite
+from commlib.runtime.amp import finite
 
 Row = Tensor | Content
 """Values, (n,), or what stands for them; a codec's payload is content without keys and notes."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from commlib.errors import ProtocolError
-from commlib.runtime.finite import finite
+from commlib.runtime.amp import finite
 from commlib.runtime.replace import Replace
 from commlib.server.job.chunks import Chunk
 from commlib.server.job.consistency import Threshold

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from commlib.errors import CommlibError
-from commlib.runtime.amp import Scaled
-from commlib.runtime.finite import finite
+from commlib.runtime.amp import Scaled, finite
 from commlib.server.job.chunks import Chunk
 from commlib.server.job.consistency import BSP
 from commlib.server.worker.prefetch import Cache

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from commlib.errors import ProtocolError
-from commlib.runtime.finite import finite
+from commlib.runtime.amp import finite
 from commlib.runtime.optimizers import BY_ELEMENT, Recipe
 from commlib.runtime.replace import Replace
 from commlib.server.job.consistency import ASP, BSP, SSP, Consistency, make

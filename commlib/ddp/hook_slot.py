@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from commlib.ddp.compat import Nobody, check_ddp, nobody
-from commlib.runtime.untraced import untraced
+from commlib.runtime.autograd import untraced
 
 
 class Behind(Protocol):

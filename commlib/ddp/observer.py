@@ -26,10 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from commlib.ddp.compat import check_ddp
 from commlib.exchange.collectives import AllReduce
 from commlib.groups.world import World
-from commlib.runtime.autograd import before_forward
-from commlib.runtime.backward import at_end_of_backward
+from commlib.runtime.autograd import at_end_of_backward, before_forward, untraced
 from commlib.runtime.layers import trained_parameters
-from commlib.runtime.untraced import untraced
 from commlib.telemetry.passes import TRACK
 from commlib.telemetry.stats import Meter
 from commlib.telemetry.trace import NONE, Trace

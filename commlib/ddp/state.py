@@ -29,9 +29,8 @@ from commlib.planning.plan import Plan
 from commlib.planning.policy import Exact, Policy
 from commlib.planning.route import Rules
 from commlib.runtime.amp import LossScale
-from commlib.runtime.backward import at_end_of_backward, wait
+from commlib.runtime.autograd import at_end_of_backward, untraced, wait
 from commlib.runtime.layers import inside, name_of, trained_parameters
-from commlib.runtime.untraced import untraced
 from commlib.server.worker.servers import Servers
 from commlib.telemetry.stats import Meter, Stats
 

@@ -35,7 +35,7 @@ from commlib.groups.handshake import answer_roll_call, roll_call
 from commlib.groups.world import World
 from commlib.planning.plan import Plan
 from commlib.runtime.amp import LossScale
-from commlib.runtime.backward import at_end_of_backward, wait
+from commlib.runtime.autograd import at_end_of_backward, wait
 from commlib.telemetry.stats import Meter
 
 _MEAN, _SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM

@@ -21,7 +21,7 @@ from commlib.ddp.state import HookState
 from commlib.errors import CheckpointMismatch
 from commlib.local_sgd.outer_optimizers import Rule
 from commlib.runtime.amp import finite
-from commlib.runtime.backward import wait
+from commlib.runtime.autograd import wait
 from commlib.runtime.layers import plain_name
 
 NBYTES = 25 << 20

@@ -29,7 +29,7 @@ from commlib.codecs.registry import make_plain
 from commlib.errors import PeerLost, PlanMismatch
 from commlib.groups.handshake import answer_roll_call, roll_call
 from commlib.groups.world import World
-from commlib.runtime.backward import wait
+from commlib.runtime.autograd import wait
 from commlib.runtime.layer import LayerSpec
 from commlib.runtime.plugins import split
 

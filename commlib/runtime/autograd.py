@@ -1,14 +1,41 @@
-"""The beginning of a DDP model's forward pass."""
+"""The beginning of a DDP model's forward pass.
+
+The end of a backward pass, and waiting there.
+
+What autograd and DDP call in the middle of a step is no code for ``torch.compile``.
+
+A step may be compiled as a whole, backward pass and all. PyTorch leaves the backward pass to autograd, and its compiler
+sees the Python that autograd calls there: hooks, callbacks, functions' backward passes. Ours hand tensors to process
+groups and threads, and must run as they are written.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import queue
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from commlib.runtime.untraced import untraced
+_Call = TypeVar("_Call", bound=Callable[..., object])
+
+
+@functools.cache
+def untraced(call: _Call, reason: str | None = None) -> _Call:
+    """The same, never compiled. (This loads torch._dynamo, a second; where there is a DDP model, that has done so.)
+
+    Args:
+        call: a function of a module or class. What is bound to an object would keep that alive: bind what comes out.
+        reason: told to whom PyTorch reports the graph break.
+    """
+    disable: Callable[..., _Call] = torch.compiler.disable
+    told = "reason" in inspect.signature(disable).parameters  # not so in torch 2.7
+    return disable(call, **({"reason": reason} if told else {}))
 
 
 class Beginner(Protocol):
@@ -52,3 +79,29 @@ def _tell(who: Callable[[], Beginner | None], ddp: DistributedDataParallel) -> N
 
 def _nothing() -> Callable[[Any, Any], None]:
     return lambda module, inputs: None
+
+
+def at_end_of_backward(call: Callable[[], None]) -> bool:
+    """Whether there is a backward pass, at whose end it is called. (A rank that has joined shadows the others'.)"""
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(untraced(_run), call))
+    except RuntimeError:
+        return False
+    return True
+
+
+def wait(future: torch.futures.Future[Tensor], meanwhile: Callable[[], None], every: float = 1.0) -> None:
+    """Until it is done, raising its error; calls ``meanwhile`` every so many seconds."""
+    done: queue.SimpleQueue[Any] = queue.SimpleQueue()  # C throughout: the backend's thread runs no Python for it
+    future.add_done_callback(done.put)
+    while True:
+        try:
+            done.get(timeout=every)
+            break
+        except queue.Empty:  # a slow link, or a rank that is gone
+            meanwhile()
+    future.wait()
+
+
+def _run(call: Callable[[], None]) -> None:
+    call()

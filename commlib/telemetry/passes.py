@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from commlib.runtime.backward import at_end_of_backward
+from commlib.runtime.autograd import at_end_of_backward
 from commlib.telemetry.trace import Trace
 
 TRACK = "training"

@@ -25,7 +25,7 @@ from commlib.exchange.layer_task import Item
 from commlib.exchange.throttled_group import Throttle
 from commlib.groups.handshake import answer_roll_call
 from commlib.groups.world import World
-from commlib.runtime.backward import wait
+from commlib.runtime.autograd import wait
 from commlib.telemetry.stats import Meter
 from commlib.zero.cuts import Cut
 from commlib.zero.partition import flat

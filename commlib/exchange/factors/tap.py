@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from commlib.exchange.factors.retained import Kept, has_gradient
-from commlib.runtime.backward import at_end_of_backward
-from commlib.runtime.untraced import untraced
+from commlib.runtime.autograd import at_end_of_backward, untraced
 
 _BREAK = (
     "commlib catches this layer's rows in Python, by its route: for a graph without this break give it another, "

@@ -23,7 +23,7 @@ import commlib
 from commlib.ddp import state
 from commlib.groups.world import World
 from commlib.planning.cost.overlap import Timeline, just_in_time_seconds, overlap, step_seconds
-from commlib.runtime import backward
+from commlib.runtime import autograd as backward
 from commlib.server.job.chunks import cut
 from commlib.server.membership.view import View
 from commlib.server.protocol.messages import Ack, Message, Pull, Push, Send, Values

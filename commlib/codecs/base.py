@@ -22,8 +22,8 @@ from commlib.codecs.slots import Carry as Carry
 from commlib.codecs.slots import Memory as Memory
 from commlib.codecs.slots import Slot as Slot
 from commlib.codecs.slots import init_slot as init_slot
-from commlib.runtime.layer import Kind as Kind
-from commlib.runtime.layer import LayerSpec as LayerSpec
+from commlib.runtime.layers import Kind as Kind
+from commlib.runtime.layers import LayerSpec as LayerSpec
 from commlib.runtime.scratch import scratch
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from commlib.runtime import pages
-from commlib.runtime.layer import LayerSpec
+from commlib.runtime.layers import LayerSpec
 
 OWNER = "owner."
 """Prefix of the slots of a stripe's owner: they are in units of the mean over all ranks."""

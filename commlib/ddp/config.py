@@ -22,8 +22,7 @@ from commlib.planning.plan import Plan, pin
 from commlib.planning.planner import make_plan
 from commlib.planning.policy import Policy, policy_of
 from commlib.planning.route import Route, Rules
-from commlib.runtime.layer import LayerSpec
-from commlib.runtime.layers import check_frozen_integers, inside, layer_specs, linear_layers, one_device
+from commlib.runtime.layers import LayerSpec, check_frozen_integers, inside, layer_specs, linear_layers, one_device
 from commlib.server.worker.servers import Servers
 
 

@@ -30,7 +30,7 @@ from commlib.errors import PeerLost, PlanMismatch
 from commlib.groups.handshake import answer_roll_call, roll_call
 from commlib.groups.world import World
 from commlib.runtime.autograd import wait
-from commlib.runtime.layer import LayerSpec
+from commlib.runtime.layers import LayerSpec
 from commlib.runtime.plugins import split
 
 _ALIGN = 8  # bytes at multiples of which payloads begin

@@ -21,8 +21,7 @@ from commlib.placement.choose import Considered, decide
 from commlib.placement.communication import DTYPES, Channel, Coder
 from commlib.placement.linear import PlacedLinear, placed_layers
 from commlib.placement.profile import measure
-from commlib.runtime.layer import LayerSpec
-from commlib.runtime.layers import linear_layers, one_device
+from commlib.runtime.layers import LayerSpec, linear_layers, one_device
 
 AUTO = "auto"
 

@@ -21,7 +21,7 @@ from commlib.errors import unknown
 from commlib.exchange.registry import OF_SPARSE
 from commlib.exchange.scatter_gather import stripes
 from commlib.planning.route import Route, resolve
-from commlib.runtime.layer import Kind, LayerSpec
+from commlib.runtime.layers import Kind, LayerSpec
 
 
 @dataclasses.dataclass(frozen=True)

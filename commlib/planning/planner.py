@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from commlib.planning.plan import Plan, PlannedLayer
 from commlib.planning.route import Route, Rules, resolve
-from commlib.runtime.layer import LayerSpec
+from commlib.runtime.layers import LayerSpec
 
 
 def make_plan(specs: Sequence[LayerSpec], rules: Rules, *, world: int, min_size: int) -> Plan:

@@ -22,7 +22,7 @@ from commlib.exchange.layer_task import Item
 from commlib.exchange.registry import EXCHANGES
 from commlib.groups.world import World
 from commlib.planning.route import Route, Rule, resolve
-from commlib.runtime.layer import LayerSpec
+from commlib.runtime.layers import LayerSpec
 from commlib.telemetry.stats import Meter
 
 T = TypeVar("T", AllReduce, AllGather, AllToAll, PushPull)

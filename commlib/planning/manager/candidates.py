@@ -18,7 +18,7 @@ from commlib.planning.manager.codec_cost import Cost
 from commlib.planning.manager.measurements import Figures
 from commlib.planning.plan import Plan
 from commlib.planning.route import Route
-from commlib.runtime.layer import LayerSpec
+from commlib.runtime.layers import LayerSpec
 
 
 @dataclasses.dataclass(frozen=True)

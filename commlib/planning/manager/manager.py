@@ -28,7 +28,7 @@ from commlib.planning.manager.link_probe import Probe, measure_product
 from commlib.planning.manager.measurements import Figures, Sheet, slowest
 from commlib.planning.plan import Plan
 from commlib.planning.route import Route, resolve
-from commlib.runtime.layer import LayerSpec
+from commlib.runtime.layers import LayerSpec
 from commlib.telemetry.stats import Meter
 from commlib.telemetry.trace import NONE, Trace
 

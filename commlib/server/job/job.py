@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from commlib.errors import CommlibError, PlanMismatch
-from commlib.runtime.layer import LayerSpec
+from commlib.runtime.layers import LayerSpec
 from commlib.runtime.optimizers import Recipe
 from commlib.runtime.replace import Replace
 from commlib.server.job.chunks import NBYTES, Chunk, cut

@@ -27,7 +27,7 @@ from commlib.errors import CommlibError, PeerLost
 from commlib.groups.handshake import store_of
 from commlib.groups.process_groups import deadline
 from commlib.groups.world import World
-from commlib.runtime.layer import LayerSpec
+from commlib.runtime.layers import LayerSpec
 from commlib.runtime.optimizers import Recipe
 from commlib.runtime.replace import Replace
 from commlib.server.job.chunks import Chunk

@@ -14,7 +14,7 @@ from commlib.codecs.registry import make
 from commlib.exchange.registry import EXCHANGES
 from commlib.planning.route import resolve
 from commlib.planning.simulate import exchange_once
-from commlib.runtime.layer import LayerSpec
+from commlib.runtime.layers import LayerSpec
 from tests.support.tiers import examples
 
 ORDERS = ("magnitude", "fifo", "random")

@@ -20,7 +20,7 @@ from commlib.exchange.step_commit import Steps
 from commlib.groups.world import World
 from commlib.planning.planner import make_plan
 from commlib.planning.simulate import run
-from commlib.runtime.layer import LayerSpec
+from commlib.runtime.layers import LayerSpec
 from tests.support.tiers import full
 
 CPU = torch.device("cpu")

@@ -24,7 +24,7 @@ from commlib.exchange.scatter_gather import _part, stripes
 from commlib.groups.world import World
 from commlib.planning.route import Route
 from commlib.planning.simulate import run
-from commlib.runtime.layer import LayerSpec
+from commlib.runtime.layers import LayerSpec
 from commlib.telemetry.stats import Meter
 from tests.support.rank_pool import Fleet
 from tests.support.tiers import full

@@ -15,7 +15,7 @@ from commlib.exchange.layer_task import Item
 from commlib.groups.world import World
 from commlib.planning.route import resolve
 from commlib.planning.simulate import exchange_once
-from commlib.runtime.layer import LayerSpec
+from commlib.runtime.layers import LayerSpec
 from commlib.telemetry.stats import Meter
 
 

@@ -18,7 +18,7 @@ from commlib.groups.world import World
 from commlib.planning.planner import make_plan
 from commlib.planning.route import Route, resolve
 from commlib.planning.simulate import run
-from commlib.runtime.layer import LayerSpec as Spec
+from commlib.runtime.layers import LayerSpec as Spec
 from commlib.runtime.layers import layer_specs
 from commlib.telemetry.stats import Meter
 

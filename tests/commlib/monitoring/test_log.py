@@ -23,7 +23,7 @@ from commlib.monitoring.error_norms import Gauge
 from commlib.monitoring.log import changes
 from commlib.monitoring.log_writers import LogFailed
 from commlib.planning.planner import make_plan
-from commlib.runtime.layer import LayerSpec
+from commlib.runtime.layers import LayerSpec
 from tests.support.rank_pool import Fleet
 from tests.support.tiny_ddp import Trainer, batch, heard, says_when_it_waits, torchrun, train_poisoned
 

@@ -14,7 +14,7 @@ from commlib.errors import CommlibError
 from commlib.exchange.buffers import Packing
 from commlib.planning.policy import Exact
 from commlib.planning.route import Route
-from commlib.runtime.layer import LayerSpec
+from commlib.runtime.layers import LayerSpec
 from commlib.zero.bucket_order import Arrivals
 from commlib.zero.cuts import NBYTES, buckets_of, plan_of, rows_of, wire_bytes
 from commlib.zero.verdict import heard, said, square

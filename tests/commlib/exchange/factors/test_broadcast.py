@@ -22,7 +22,7 @@ from commlib.exchange.layer_task import Item
 from commlib.exchange.registry import BY_ROWS, EXCHANGES
 from commlib.groups.world import World
 from commlib.planning.simulate import run
-from commlib.runtime.layer import LayerSpec
+from commlib.runtime.layers import LayerSpec
 from commlib.telemetry.stats import Meter
 from tests.support.tiny_ddp import Meeting
 

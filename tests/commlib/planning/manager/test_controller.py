@@ -18,7 +18,7 @@ from commlib.planning.manager.candidates import Model
 from commlib.planning.manager.controller import Pilot
 from commlib.planning.manager.decision import Decision
 from commlib.planning.manager.measurements import Figures
-from commlib.runtime.layer import LayerSpec
+from commlib.runtime.layers import LayerSpec
 from tests.support.tiers import examples
 
 P = 4

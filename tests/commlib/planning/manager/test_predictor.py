@@ -13,7 +13,7 @@ from commlib.messaging.link_model import Line, Link
 from commlib.planning.manager.candidates import Model, routes
 from commlib.planning.manager.measurements import Figures
 from commlib.planning.manager.predictor import Knowledge
-from commlib.runtime.layer import LayerSpec
+from commlib.runtime.layers import LayerSpec
 
 LINK = Link(4, Line(1e-4, 1e-7), Line(1e-4, 1e-7))
 SHAPES = [(300, 400), (100, 300), (50, 100)]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from commlib.codecs.filter import Content, MissingKeys
 from commlib.errors import ProtocolError
-from commlib.runtime.layer import LayerSpec
+from commlib.runtime.layers import LayerSpec
 from commlib.server.protocol.delta_coding import Copies, Copy
 from commlib.server.protocol.value_coding import Coding, Way, way, way_of_values
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from commlib.errors import CommlibError, PeerLost, ProtocolError
-from commlib.runtime.layer import LayerSpec
+from commlib.runtime.layers import LayerSpec
 from commlib.server.job.consistency import BSP, Consistency, make
 from commlib.server.membership.hash_ring import Ring
 from commlib.server.membership.view import View, first, following

@@ -1,16 +1,41 @@
-"""A user's optimizer as a shard makes it for each chunk: the same class, and the options of the parameter's group."""
+"""A user's optimizer as a shard makes it for each chunk: the same class, and the options of the parameter's group.
+
+An optimizer that is not to be stepped by its user, while others do what it would.
+
+Keys that hold no model, but what was pushed last: for gradients that are summed at shards, and pulled by all.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from commlib.runtime.replace import Replace
+from commlib.errors import CommlibError
+
+
+class Replace(Optimizer):
+    """Puts a gradient in the values' place. Its cell lets all through that an all-reduce would: NaN and infinities too.
+
+    Args:
+        params: as of any optimizer.
+    """
+
+    def __init__(self, params: Iterable[torch.nn.Parameter]) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no loss to return
+        """Once; a parameter without a gradient stays as it is."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.copy_(p.grad)
+
 
 BY_ELEMENT: frozenset[str] = frozenset(
     {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"}
@@ -92,3 +117,34 @@ def plain(value: Any) -> Any:
 def _some(names: Iterable[str]) -> str:
     listed = list(names)
     return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
+
+
+_SHARDS = "the parameter server's shards update the parameters: call server.step()"
+
+
+class Guard:
+    """Over one optimizer, until :meth:`remove`: its ``step()`` raises CommlibError.
+
+    Args:
+        optimizer: this one.
+        instead: who does, and what is to be called.
+    """
+
+    def __init__(self, optimizer: Optimizer, instead: str = _SHARDS) -> None:
+        self._optimizer, self._instead = optimizer, instead
+        self._handle = optimizer.register_step_pre_hook(self._not_here)
+
+    def step(self) -> None:
+        """Steps it all the same."""
+        self._handle.remove()
+        try:
+            self._optimizer.step()
+        finally:
+            self._handle = self._optimizer.register_step_pre_hook(self._not_here)
+
+    def remove(self) -> None:
+        """It is the user's again."""
+        self._handle.remove()
+
+    def _not_here(self, *_: Any) -> None:
+        raise CommlibError(f"{self._instead}, not optimizer.step()")

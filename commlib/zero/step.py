@@ -21,9 +21,8 @@ from commlib.groups.world import World
 from commlib.planning.plan import Plan
 from commlib.planning.route import Rules
 from commlib.runtime.amp import Scale, finite
-from commlib.runtime.guard import Guard
 from commlib.runtime.layers import layer_specs, one_device, refuse_sparse, trained_parameters
-from commlib.runtime.optimizers import by_group
+from commlib.runtime.optimizers import Guard, by_group
 from commlib.telemetry.stats import Stats
 from commlib.zero import checkpoint, verdict
 from commlib.zero.bucket_order import Arrivals, hook_of

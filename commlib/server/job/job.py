@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 
 from commlib.errors import CommlibError, PlanMismatch
 from commlib.runtime.layers import LayerSpec
-from commlib.runtime.optimizers import Recipe
-from commlib.runtime.replace import Replace
+from commlib.runtime.optimizers import Recipe, Replace
 from commlib.server.job.chunks import NBYTES, Chunk, cut
 from commlib.server.job.consistency import Consistency, make
 from commlib.server.protocol.value_coding import Coding, way, way_of_values

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from commlib.errors import ProtocolError
 from commlib.runtime.amp import finite
-from commlib.runtime.replace import Replace
+from commlib.runtime.optimizers import Replace
 from commlib.server.job.chunks import Chunk
 from commlib.server.job.consistency import Threshold
 from commlib.server.job.job import Job

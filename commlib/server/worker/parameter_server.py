@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from commlib.errors import CommlibError
 from commlib.groups.world import World
 from commlib.runtime.amp import Scaled
-from commlib.runtime.guard import Guard
-from commlib.runtime.optimizers import by_group, groups_of, plain
+from commlib.runtime.optimizers import Guard, by_group, groups_of, plain
 from commlib.server.job.chunks import NBYTES
 from commlib.server.job.consistency import Consistency
 from commlib.server.job.consistency import make as make_rule

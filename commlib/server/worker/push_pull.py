@@ -28,8 +28,7 @@ from commlib.groups.handshake import store_of
 from commlib.groups.process_groups import deadline
 from commlib.groups.world import World
 from commlib.runtime.layers import LayerSpec
-from commlib.runtime.optimizers import Recipe
-from commlib.runtime.replace import Replace
+from commlib.runtime.optimizers import Recipe, Replace
 from commlib.server.job.chunks import Chunk
 from commlib.server.job.job import FAIL, Job
 from commlib.server.membership import rendezvous

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import commlib
-from commlib.runtime.guard import Guard
+from commlib.runtime.optimizers import Guard
 
 
 def test_its_user_cannot_step_it_until_the_guard_goes_not_even_after_one_of_its_steps_has_failed() -> None:

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 
 from commlib.errors import ProtocolError
 from commlib.runtime.amp import finite
-from commlib.runtime.optimizers import BY_ELEMENT, Recipe
-from commlib.runtime.replace import Replace
+from commlib.runtime.optimizers import BY_ELEMENT, Recipe, Replace
 from commlib.server.job.consistency import ASP, BSP, SSP, Consistency, make
 from commlib.server.shard.chunk_state import Cell
 from tests.support.tiers import examples

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from commlib.codecs.base import LayerSpec, Memory, Slot, init_slot
 from commlib.codecs.slots import NODE, OWNER
-from commlib.runtime import pages
+from commlib.runtime import scratch
 
 
 @dataclasses.dataclass
@@ -62,7 +62,7 @@ class MemoryStore:
             if pair is None:
                 first = init_slot(slot, spec, seed=_layer_seed(spec.name))
                 pair = layer[prefix + key] = _Pair(
-                    slot, [first, pages.zeros(first.shape, first.dtype, first.device)], start=start
+                    slot, [first, scratch.zeros(first.shape, first.dtype, first.device)], start=start
                 )
             old[key], new[key] = pair.tensors[pair.live], pair.tensors[1 - pair.live]
             self._will_write(pair, filled=True)
@@ -186,7 +186,7 @@ class MemoryStore:
         """Puts a committed value back, given in unscaled units."""
         pair = self._pairs.setdefault(name, {}).get(key)
         if pair is None or pair.slot.shape != slot.shape:
-            pair = _Pair(slot, [pages.zeros(value.shape, value.dtype, value.device) for _ in range(2)], start=start)
+            pair = _Pair(slot, [scratch.zeros(value.shape, value.dtype, value.device) for _ in range(2)], start=start)
             self._pairs[name][key] = pair
         live = pair.tensors[pair.live]
         live.copy_(value)

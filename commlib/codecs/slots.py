@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from commlib.runtime import pages
+from commlib.runtime import scratch
 from commlib.runtime.layers import LayerSpec
 
 OWNER = "owner."
@@ -83,6 +83,6 @@ class Memory:
 def init_slot(slot: Slot, spec: LayerSpec, *, seed: int) -> Tensor:
     """A slot's first value, float32 on the layer's device."""
     if slot.init == "zeros":
-        return pages.zeros(slot.shape, torch.float32, spec.device)
+        return scratch.zeros(slot.shape, torch.float32, spec.device)
     gen = torch.Generator().manual_seed(seed)  # on the CPU: the same numbers on every kind of device
     return torch.randn(slot.shape, generator=gen, dtype=torch.float32).to(spec.device)

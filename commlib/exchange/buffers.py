@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from commlib.runtime import pages
+from commlib.runtime import scratch
 
 T = TypeVar("T")
 
@@ -42,12 +42,12 @@ class Arena:
     def bytes(self, n: int, device: torch.device) -> Tensor:
         """Shape (n,), uint8, of zeros when it is made. (Padding is sent too, and must not vary.)"""
         found = self._take((n,), torch.uint8, device)
-        return self._put(pages.zeros((n,), torch.uint8, device)) if found is None else found
+        return self._put(scratch.zeros((n,), torch.uint8, device)) if found is None else found
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Of any content."""
         found = self._take(shape, dtype, device)
-        return self._put(pages.zeros(shape, dtype, device)) if found is None else found
+        return self._put(scratch.zeros(shape, dtype, device)) if found is None else found
 
     def _take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor | None:
         if self._next < len(self._made):

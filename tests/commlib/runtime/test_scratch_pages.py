@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlib.runtime.pages import zeros
+from commlib.runtime.scratch import zeros
 from tests.support.tiers import examples
 
 CPU = torch.device("cpu")

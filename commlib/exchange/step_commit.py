@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from commlib.codecs.memory_store import MemoryStore
-from commlib.runtime.readback import Readback
+from commlib.runtime.streams import Readback
 from commlib.telemetry.passes import TRACK
 from commlib.telemetry.trace import NONE
 

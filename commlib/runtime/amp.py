@@ -26,7 +26,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
 from commlib.errors import CommlibError
-from commlib.runtime.readback import Readback
+from commlib.runtime.streams import Readback
 
 
 def finite(values: Tensor) -> bool:

@@ -27,8 +27,8 @@ from commlib.runtime import autograd as backward
 from commlib.server.job.chunks import cut
 from commlib.server.membership.view import View
 from commlib.server.protocol.messages import Ack, Message, Pull, Push, Send, Values
+from commlib.server.worker.client import Flights
 from commlib.server.worker.client_state import Client
-from commlib.server.worker.flights import Flights
 from commlib.server.worker.param_sync import Syncer
 from commlib.telemetry.passes import Passes
 from commlib.telemetry.trace import Trace

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from commlib.server.protocol.messages import Ack, Observe, Pull, Push, Values
-from commlib.server.worker.flights import Flights
+from commlib.server.worker.client import Flights
 from commlib.telemetry.trace import NONE, Trace
 from tests.support.trace_reader import Clock, shown
 

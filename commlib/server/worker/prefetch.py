@@ -15,16 +15,22 @@ that it waits until the push that asks for them is handed over. The first never 
 that whoever takes them gives the device; so a later copy in waits for all that it was given (a mark). Of a gradient,
 ``ahead`` operations after its push: whoever comes next waits for the newest copy out that has so ended, all in their
 stream, never the thread that trains.
+
+What a worker does in an iteration, in which order: recorded once, and the same ever after, or recorded anew. Pure.
+
+GeePS (EuroSys 2016, section 4) has an application go through one iteration that only says what it will read and update,
+and works out buffers and indexes from that. Here the first iteration is a real one. One that turns out to be another is
+noticed at the first operation that differs; from there on nothing is foretold until the next one.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,7 +38,50 @@ from torch import Tensor
 from commlib.runtime.streams import Lane, Mark, host
 from commlib.server.job.chunks import Chunk
 from commlib.server.worker.buffer_planner import Rooms, Stay, plan
-from commlib.server.worker.sequence import Sequence
+
+T = TypeVar("T", bound=Hashable)
+
+
+class Sequence(Generic[T]):
+    """Of one worker."""
+
+    def __init__(self) -> None:
+        self._known: tuple[T, ...] | None = None
+        self._now: list[T] = []
+        self._as_known = False
+
+    @property
+    def known(self) -> tuple[T, ...] | None:
+        """The operations of an iteration, as the last one was; None: there was none yet."""
+        return self._known
+
+    @property
+    def foretold(self) -> bool:
+        """Whether this iteration has been the known one so far."""
+        return self._as_known
+
+    @property
+    def at(self) -> int:
+        """Operations of this iteration so far."""
+        return len(self._now)
+
+    def note(self, operation: T) -> bool:
+        """Takes note of what is done now; whether it is what was foretold."""
+        i = len(self._now)
+        self._now.append(operation)
+        if self._as_known:
+            assert self._known is not None
+            self._as_known = i < len(self._known) and self._known[i] == operation
+        return self._as_known
+
+    def end(self) -> bool:
+        """The iteration is over; whether what is known is another now, and all that was worked out from it void."""
+        same = self._as_known and len(self._now) == len(self._known or ())
+        if not same:
+            self._known = tuple(self._now)
+        self._now, self._as_known = [], True
+        return not same
+
 
 Values = tuple[Tensor, Mapping[int, int]]
 _Operation = tuple[str, str]  # push or take, and the key

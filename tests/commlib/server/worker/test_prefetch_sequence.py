@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.server.worker.sequence import Sequence
+from commlib.server.worker.prefetch import Sequence
 
 TOLD = ["abc", "a", "ab", "ab"]
 iterations = st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=8)

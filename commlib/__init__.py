@@ -29,7 +29,7 @@ from commlib.planning.route import Route
 from commlib.server.job.consistency import ASP, BSP, DTSSP, SSP, WSP, Consistency, Downpour
 from commlib.server.job.worker_groups import Topology
 from commlib.server.worker.parameter_server import ParameterServer
-from commlib.server.worker.servers import Servers
+from commlib.server.worker.push_pull import Servers
 from commlib.telemetry.stats import LayerStats, Stats
 from commlib.zero.step import ShardedStep
 

@@ -23,7 +23,7 @@ from commlib.planning.planner import make_plan
 from commlib.planning.policy import Policy, policy_of
 from commlib.planning.route import Route, Rules
 from commlib.runtime.layers import LayerSpec, check_frozen_integers, inside, layer_specs, linear_layers, one_device
-from commlib.server.worker.servers import Servers
+from commlib.server.worker.push_pull import Servers
 
 
 @dataclasses.dataclass(frozen=True)

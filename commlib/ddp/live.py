@@ -33,7 +33,7 @@ from commlib.planning.node_hierarchy import fit
 from commlib.planning.plan import Plan
 from commlib.planning.policy import Policy
 from commlib.planning.route import Rules
-from commlib.server.worker.servers import Servers
+from commlib.server.worker.push_pull import Servers
 
 _log = logging.getLogger("commlib")
 

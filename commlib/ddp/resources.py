@@ -22,8 +22,7 @@ from commlib.groups.coordinator import Board
 from commlib.groups.world import World
 from commlib.planning.manager.link_probe import Probe
 from commlib.planning.manager.manager import Manager
-from commlib.server.worker.push_pull import join_servers
-from commlib.server.worker.servers import Servers
+from commlib.server.worker.push_pull import Servers, join_servers
 from commlib.telemetry.stats import Meter
 
 

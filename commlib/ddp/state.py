@@ -31,7 +31,7 @@ from commlib.planning.route import Rules
 from commlib.runtime.amp import LossScale
 from commlib.runtime.autograd import at_end_of_backward, untraced, wait
 from commlib.runtime.layers import inside, name_of, trained_parameters
-from commlib.server.worker.servers import Servers
+from commlib.server.worker.push_pull import Servers
 from commlib.telemetry.stats import Meter, Stats
 
 

@@ -15,8 +15,7 @@ from torch._C import _distributed_c10d as c10d
 import commlib
 from commlib.groups.world import World
 from commlib.runtime.layers import LayerSpec
-from commlib.server.worker.push_pull import ServerGroup, job_of
-from commlib.server.worker.servers import Servers
+from commlib.server.worker.push_pull import ServerGroup, Servers, job_of
 from tests.support.server_cluster import Cluster, until
 
 SPECS = [

@@ -55,7 +55,7 @@ from torch import Tensor
 
 from commlib.exchange.collectives import Collective, Scope, scope_of
 from commlib.exchange.in_flight import Trip, through
-from commlib.telemetry.profiled import ranged
+from commlib.telemetry.stats import ranged
 from commlib.telemetry.trace import NONE, Trace
 
 

@@ -19,7 +19,7 @@ from typing import Protocol
 from torch import nn
 
 from commlib.telemetry.passes import TRACK, Passes
-from commlib.telemetry.profiled import within
+from commlib.telemetry.stats import within
 from commlib.telemetry.trace import NONE, Trace, TraceFailed
 
 _log = logging.getLogger("commlib")

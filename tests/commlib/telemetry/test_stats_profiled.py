@@ -10,8 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from commlib.groups.world import World
-from commlib.telemetry.profiled import ranged, within
-from commlib.telemetry.stats import Meter
+from commlib.telemetry.stats import Meter, ranged, within
 from tests.support.rank_pool import Fleet
 from tests.support.tiny_ddp import Trainer
 

@@ -113,7 +113,7 @@ def wire_bytes(buckets: Sequence[Sequence[Cut]], rank: int, world: int) -> int:
 
 
 def verdict_bytes(buckets: Sequence[Sequence[Cut]], world: int) -> int:
-    """Bytes that a rank sends in a step to agree on whether it counts (:mod:`commlib.zero.verdict`)."""
+    """Bytes that a rank sends in a step to agree on whether it counts (:mod:`commlib.zero.bucket_order`)."""
     return (world - 1) * (16 + sum(len(cuts) for cuts in buckets))
 
 

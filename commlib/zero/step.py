@@ -24,12 +24,11 @@ from commlib.runtime.amp import Scale, finite
 from commlib.runtime.layers import layer_specs, one_device, refuse_sparse, trained_parameters
 from commlib.runtime.optimizers import Guard, by_group
 from commlib.telemetry.stats import Stats
-from commlib.zero import checkpoint, verdict
-from commlib.zero.bucket_order import Arrivals, hook_of
+from commlib.zero import bucket_order, checkpoint
+from commlib.zero.bucket_order import Arrivals, Verdict, hook_of
 from commlib.zero.communicator import Traffic
 from commlib.zero.cuts import NBYTES, buckets_of, plan_of
 from commlib.zero.partition import Parts, check_optimizer, flat
-from commlib.zero.verdict import Verdict
 
 
 class ShardedStep:
@@ -270,10 +269,10 @@ class ShardedStep:
             means = [part.mean for parts in self._parts for part in parts.by_name.values()]
             if (scale := self._scale.now()) != 1.0:
                 torch._foreach_mul_(means, 1 / scale)
-            squares = sum(map(verdict.square, means))
+            squares = sum(map(bucket_order.square, means))
             used = [self._parameters[name].grad is not None for name in self._names]
-            mine = verdict.said(all(finite(mean) for mean in means), squares, used, self._traffic.device)
-            self._verdict = verdict.heard(self._traffic.from_all(mine, f"the verdict on step {self.steps}"))
+            mine = bucket_order.said(all(finite(mean) for mean in means), squares, used, self._traffic.device)
+            self._verdict = bucket_order.heard(self._traffic.from_all(mine, f"the verdict on step {self.steps}"))
         return self._verdict
 
     def _take_over(self, names: Mapping[int, str]) -> None:

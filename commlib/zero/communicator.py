@@ -30,8 +30,7 @@ from commlib.groups.handshake import answer_roll_call
 from commlib.groups.world import World
 from commlib.runtime.autograd import wait
 from commlib.telemetry.stats import Meter
-from commlib.zero.cuts import Cut, rows_of
-from commlib.zero.partition import flat
+from commlib.zero.partition import Cut, flat, rows_of
 
 
 def to_owners(items: Sequence[Item], world: World, means: Sequence[Tensor]) -> Rounds:

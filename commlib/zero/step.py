@@ -27,8 +27,7 @@ from commlib.telemetry.stats import Stats
 from commlib.zero import bucket_order, checkpoint
 from commlib.zero.bucket_order import Arrivals, Verdict, hook_of
 from commlib.zero.communicator import Traffic
-from commlib.zero.cuts import NBYTES, buckets_of, plan_of
-from commlib.zero.partition import Parts, check_optimizer, flat
+from commlib.zero.partition import NBYTES, Parts, buckets_of, check_optimizer, flat, plan_of
 
 
 class ShardedStep:

@@ -16,7 +16,7 @@ from commlib.planning.policy import Exact
 from commlib.planning.route import Route
 from commlib.runtime.layers import LayerSpec
 from commlib.zero.bucket_order import Arrivals, heard, said, square
-from commlib.zero.cuts import NBYTES, buckets_of, plan_of, rows_of, wire_bytes
+from commlib.zero.partition import NBYTES, buckets_of, plan_of, rows_of, wire_bytes
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=6)
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from commlib.checkpoint import merge_state_dicts
 from commlib.errors import CheckpointMismatch, CommlibError, PeerLost, PlanMismatch
 from commlib.groups.world import World
-from commlib.zero.cuts import buckets_of, plan_of, verdict_bytes, wire_bytes
+from commlib.zero.partition import buckets_of, plan_of, verdict_bytes, wire_bytes
 from commlib.zero.step import ShardedStep
 from tests.support.rank_pool import Fleet, RankFailed
 

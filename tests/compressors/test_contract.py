@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from commlib.codecs import registry
 from commlib.codecs.base import Carry, Compressor, LayerSpec, Memory
 from commlib.codecs.error_feedback import ErrorFeedback
-from commlib.compressors.heavyball import HeavyBall
+from commlib.compressors.dgc import HeavyBall
 from commlib.testing import check_compressor
 from tests.support.hypothesis_strategies import encode, roundtrip, tensors
 from tests.support.tiers import examples, full

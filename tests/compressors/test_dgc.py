@@ -10,8 +10,7 @@ import torch
 
 from commlib.codecs.base import LayerSpec, Memory
 from commlib.codecs.error_feedback import ErrorFeedback
-from commlib.compressors.dgc import DGC
-from commlib.compressors.heavyball import HeavyBall
+from commlib.compressors.dgc import DGC, HeavyBall
 from tests.support.hypothesis_strategies import encode, roundtrip
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from commlib.codecs.slots import Carry
-from commlib.compressors.kernels.cpu import cast, elias_fano, householder, natural, onebit, simd
+from commlib.compressors.kernels.cpu import bitpack, cast, householder, natural, onebit, simd
 from commlib.compressors.kernels.cpu import quantize as _levels
 from commlib.compressors.kernels.cpu import topk as _largest
 from commlib.compressors.kernels.cpu.jit import Bytes, Floats, Places, Words
@@ -119,14 +119,14 @@ def places_encode(indices: Tensor, n: int, payload: Tensor) -> None:
     """See ``bits.elias_fano_encode``."""
     low, k = low_bits(n, len(indices)), len(indices)
     whole, head = payload.numpy(), fields_nbytes(k, low)
-    elias_fano.encode(indices.numpy(), low, whole[:head], whole[head:])
+    bitpack.encode(indices.numpy(), low, whole[:head], whole[head:])
 
 
 def places_decode(payload: Tensor, n: int, k: int) -> Tensor:
     """See ``bits.elias_fano_decode``."""
     low, places = low_bits(n, k), np.empty(k, np.int64)
     whole, head = payload.numpy(), fields_nbytes(k, low)
-    elias_fano.decode(whole[:head], whole[head:], low, n, places)
+    bitpack.decode(whole[:head], whole[head:], low, n, places)
     return torch.from_numpy(places)
 
 

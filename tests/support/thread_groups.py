@@ -19,7 +19,7 @@ from torch import Tensor
 from commlib.groups.world import World
 from commlib.transports.options import Options
 from commlib.transports.process_group.factory import create
-from commlib.transports.process_group.process_group_group import ZmqGroup
+from commlib.transports.process_group.group import ZmqGroup
 
 T = TypeVar("T")
 

@@ -19,8 +19,8 @@ from commlib.transports.zeromq import ZeroMQ
 
 from . import rendezvous
 from .engine import Engine
+from .group import ZmqGroup
 from .p2p import Mail
-from .process_group_group import ZmqGroup
 
 _ROLL_CALL_S = 3.0  # ranks that were told that one gave up answer at once
 _defaults: list[Options] = []

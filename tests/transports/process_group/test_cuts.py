@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commlib.errors import PeerLost, ProtocolError
-from commlib.transports.process_group.process_group_group import ZmqGroup
+from commlib.transports.process_group.group import ZmqGroup
 from tests.support.thread_groups import WiredStore, each, groups, set_deadline
 
 REPEAT = int(os.environ.get("COMMLIB_REPEAT", "3"))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from commlib.messaging.frame import from_buffer
-from commlib.transports.process_group.process_group_group import ZmqGroup
+from commlib.transports.process_group.group import ZmqGroup
 from tests.support.thread_groups import each, groups
 
 ADDED = [

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from commlib.errors import PeerLost, ProtocolError
 from commlib.transports.options import Options
-from commlib.transports.process_group.process_group_group import ZmqGroup
+from commlib.transports.process_group.group import ZmqGroup
 from tests.support.thread_groups import each, groups, new_store, said, set_deadline
 
 ENDLESS_S = 600.0

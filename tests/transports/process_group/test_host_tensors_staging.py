@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commlib.transports.process_group.group import ZmqGroup
 from commlib.transports.process_group.host_tensors import Flat, joined
-from commlib.transports.process_group.process_group_group import ZmqGroup
 from tests.support.thread_groups import each, groups
 
 Make = Callable[[Tensor], Tensor]

@@ -24,7 +24,7 @@ from commlib.messaging.frame import Frame, encode
 from commlib.transports.options import Options
 from commlib.transports.process_group import rendezvous
 from commlib.transports.process_group.factory import create
-from commlib.transports.process_group.process_group_group import ZmqGroup
+from commlib.transports.process_group.group import ZmqGroup
 from commlib.transports.zeromq import ZeroMQ
 from tests.support.thread_groups import each, groups, new_store
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .staging import Staged
+from .host_tensors import Staged
 
 Help = Callable[["Work"], None]
 """Gets a work done in the thread that waits for it, as far as that is possible; may return before it is."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.transports.process_group.matcher import Matcher, Wanted
+from commlib.transports.process_group.p2p import Matcher, Wanted
 
 EVENTS = st.lists(
     st.tuples(st.booleans(), st.sampled_from([None, 0, 1, 2]), st.integers(0, 2)),

@@ -28,7 +28,7 @@ from commlib.exchange.collectives import AllReduce
 from commlib.groups.world import World
 from commlib.runtime.autograd import at_end_of_backward, before_forward, untraced
 from commlib.runtime.layers import trained_parameters
-from commlib.telemetry.passes import TRACK
+from commlib.telemetry.recorder import TRACK
 from commlib.telemetry.stats import Meter
 from commlib.telemetry.trace import NONE, Trace
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from commlib.codecs.memory_store import MemoryStore
 from commlib.runtime.streams import Readback
-from commlib.telemetry.passes import TRACK
+from commlib.telemetry.recorder import TRACK
 from commlib.telemetry.trace import NONE
 
 _LARGE = 1e30

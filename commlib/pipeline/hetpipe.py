@@ -22,8 +22,7 @@ from commlib.pipeline.activations import Carrier
 from commlib.pipeline.schedule import depth, passes, place
 from commlib.server.job.consistency import WSP
 from commlib.server.worker.parameter_server import ParameterServer
-from commlib.telemetry.passes import TRACK
-from commlib.telemetry.recorder import Traceable
+from commlib.telemetry.recorder import TRACK, Traceable
 
 
 def stashed(module: nn.Module, *inputs: Any) -> Any:

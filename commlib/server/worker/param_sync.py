@@ -27,7 +27,7 @@ from commlib.server.job.chunks import Chunk
 from commlib.server.job.consistency import BSP
 from commlib.server.worker.prefetch import Cache
 from commlib.server.worker.sync_policy import Rhythm
-from commlib.telemetry.passes import TRACK
+from commlib.telemetry.recorder import TRACK
 from commlib.telemetry.trace import NONE, Trace
 
 _log = logging.getLogger("commlib")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from commlib.telemetry.passes import Passes
+from commlib.telemetry.recorder import Passes
 from commlib.telemetry.trace import Trace
 from tests.support.trace_reader import Clock, shown
 

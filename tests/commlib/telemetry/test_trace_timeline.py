@@ -30,7 +30,7 @@ from commlib.server.protocol.messages import Ack, Message, Pull, Push, Send, Val
 from commlib.server.worker.client import Flights
 from commlib.server.worker.client_state import Client
 from commlib.server.worker.param_sync import Syncer
-from commlib.telemetry.passes import Passes
+from commlib.telemetry.recorder import Passes
 from commlib.telemetry.trace import Trace
 from tests.support.rank_pool import Fleet
 from tests.support.tiers import examples

@@ -9,7 +9,7 @@ from typing import cast
 from commlib.codecs.base import Compressor
 from commlib.exchange import blocks, dense, gather, low_rank, push_pull, reduce_scatter, scatter_gather, sparse
 from commlib.exchange.base import Carrier, Exchange
-from commlib.exchange.factors import factors, owners
+from commlib.exchange.factors import broadcast, owners
 from commlib.exchange.factors.delivery import Sending
 from commlib.groups.world import World
 
@@ -20,7 +20,7 @@ EXCHANGES: Mapping[str, Exchange] = MappingProxyType(
         "scatter_gather": cast(Exchange, scatter_gather),
         "low_rank": cast(Exchange, low_rank),
         "blocks": cast(Exchange, blocks),
-        "factors": cast(Exchange, factors),
+        "factors": cast(Exchange, broadcast),
         "owners": cast(Exchange, owners),
         "push_pull": cast(Exchange, push_pull),
         "sparse": cast(Exchange, sparse),
@@ -37,7 +37,7 @@ OF_SPARSE: frozenset[str] = frozenset({"sparse"})
 """Exchanges of sparse gradients, which go by no other."""
 
 BY_ROWS: Mapping[str, Callable[[Compressor, int, int, World], Sending]] = MappingProxyType(
-    {"factors": factors.sending, "owners": owners.sending}
+    {"factors": broadcast.sending, "owners": owners.sending}
 )
 """Exchanges of the rows that a linear layer's gradient is made of (:mod:`commlib.exchange.factors`), each with what
 sends them: given the codec, the layer's outputs and inputs, and this rank."""

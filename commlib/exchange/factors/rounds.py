@@ -100,7 +100,7 @@ class Trip:
     def add(self, rows: Sequence[Rows]) -> None:
         """There is gradient besides the rows that have left: these rows (already in no header), or other.
 
-        All ranks then sum the matrices, once they have heard of it (:mod:`commlib.exchange.factors.factors`).
+        All ranks then sum the matrices, once they have heard of it (:mod:`commlib.exchange.factors.broadcast`).
         """
         self._rows += rows
         self.late = True

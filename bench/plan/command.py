@@ -14,7 +14,7 @@ from commlib.bench.options import Json, Plot, Save
 from commlib.bench.results.record import Record, emit, facts, write
 from commlib.bench.results.table import Row, console, print_rows
 
-from . import convergence_model, plots, published, rounds_picture, table, time_to_accuracy
+from . import convergence_model, convergence_plot, plots, published, table, time_to_accuracy
 from .assumptions import Setting, parse_ranks
 from .convergence_model import ALGORITHMS, Table
 from .custom_model import own
@@ -184,10 +184,10 @@ def _print_published(as_json: bool) -> None:
 
 def _print_algorithms(asked: Question, measured: Table, whose: str, plot: Path | None, as_json: bool) -> None:
     if plot is not None:
-        rounds_picture.check(plot)
+        convergence_plot.check(plot)
     rows = time_to_accuracy.answer(asked, measured)
     if plot is not None:
-        rounds_picture.save(asked, measured, plot)
+        convergence_plot.save(asked, measured, plot)
     if as_json:
         print_rows(rows, as_json=True)
         return

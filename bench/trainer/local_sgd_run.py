@@ -10,7 +10,7 @@ import commlib
 
 from .ddp_run import Run, make_optimizer
 from .result import Result, Traffic
-from .run_specs import PREFIX, Local
+from .run_specs import LOCAL_PREFIX, Local
 from .tasks import BadInput, cross_entropy
 
 
@@ -28,7 +28,7 @@ class LocalRun(Run):
             PeerLost: a rank did not come to a meeting.
         """
         optimizer = make_optimizer(self.recipe, self.model)
-        given = Local.of(self.spec.removeprefix(PREFIX))
+        given = Local.of(self.spec.removeprefix(LOCAL_PREFIX))
         total = self.shards.steps_until(self.settings.epochs) if self.settings.epochs else self.recipe.steps
         total = max(1, round(given.times * total))
         options: dict[str, Any] = {"tau": given.tau, "optimizer": optimizer, **dict(given.streaming)}
@@ -36,7 +36,7 @@ class LocalRun(Run):
         try:
             local = commlib.LocalSteps(self.model, given.rule, given.codec, **options)
         except ValueError as e:
-            raise BadInput(f"--local {self.spec.removeprefix(PREFIX)}: {e}") from e
+            raise BadInput(f"--local {self.spec.removeprefix(LOCAL_PREFIX)}: {e}") from e
         with self.curve.running(), local:
             while self.step < total:
                 start = time.perf_counter()

@@ -1,16 +1,21 @@
-"""What ``--local`` says: a rule of local steps, when ranks meet, and how differences travel."""
+"""What ``--local`` says: a rule of local steps, when ranks meet, and how differences travel.
+
+What ``--server`` says: a rule of consistency, and how messages are coded.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-from commlib.local_sgd.outer_optimizers import make
+from commlib.local_sgd import outer_optimizers
 from commlib.local_sgd.sync_schedule import Pace
 from commlib.planning.policy import policy_of
 from commlib.planning.route import resolve
+from commlib.server.job import consistency
+from commlib.server.protocol.value_coding import way, way_of_values
 
-PREFIX = "local "
+LOCAL_PREFIX = "local "
 """Of such a run's name."""
 _STREAMING = {"fragments": int, "delay": int, "mix": float}
 
@@ -45,7 +50,7 @@ class Local:
         unknown = sorted(given.keys() - {"tau", "codec", "times", *_STREAMING})
         if unknown or len(given) < len(words):
             raise ValueError("write RULE, or 'RULE tau=auto codec=SPEC times=X fragments=N delay=N mix=X'")
-        make(rule)
+        outer_optimizers.make(rule)
         tau = given.get("tau", "50")
         Pace(int(tau) if tau.isdecimal() else tau, 1)
         codec = given.get("codec")
@@ -58,3 +63,41 @@ class Local:
             raise ValueError(f"times={times:g}: as many steps as the others, above 0 and at most 1000")
         streaming = tuple((k, _STREAMING[k](v)) for k, v in given.items() if k in _STREAMING)
         return Local(rule, int(tau) if tau.isdecimal() else tau, codec, times, streaming)
+
+
+SERVER_PREFIX = "server "
+"""Of such a run's name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """``RULE [push=SPEC] [pull=SPEC] [background]``.
+
+    Args:
+        rule: of consistency.
+        push, pull: how gradients and values are coded.
+        background: whether they are moved in the background.
+    """
+
+    rule: str
+    push: str = "none"
+    pull: str = "none"
+    background: bool = False
+
+    @staticmethod
+    def of(text: str) -> Served:
+        """From what was written.
+
+        Raises:
+            ValueError: it cannot be read; or there is no such rule, codec or filter.
+        """
+        rule, *words = text.split() or [""]
+        given = dict(word.split("=", 1) for word in words if word.startswith(("push=", "pull=")))
+        background = "background" in words
+        if len(given) + background < len(words):
+            raise ValueError("write RULE, or 'RULE push=SPEC pull=SPEC background'")
+        served = Served(rule, background=background, **given)
+        consistency.make(served.rule)
+        way(served.push)
+        way_of_values(served.pull)
+        return served

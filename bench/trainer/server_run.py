@@ -13,7 +13,7 @@ from commlib.server.job.consistency import make as make_rule
 from .ddp_run import Run, make_optimizer
 from .evaluate import accuracy
 from .result import Result, Traffic
-from .servers import PREFIX, Served
+from .run_specs import SERVER_PREFIX, Served
 from .tasks import BadInput, cross_entropy
 
 _EVALUATIONS, _EXAMPLES = 30, 256  # for rules that follow the learning
@@ -34,7 +34,7 @@ class ServedRun(Run):
         """
         optimizer = make_optimizer(self.recipe, self.model)
         total = self.shards.steps_until(self.settings.epochs) if self.settings.epochs else self.recipe.steps
-        served = Served.of(self.spec.removeprefix(PREFIX))
+        served = Served.of(self.spec.removeprefix(SERVER_PREFIX))
         rule = make_rule(served.rule)
         observes = isinstance(rule, commlib.DTSSP) and self.rank == 0
         try:
@@ -42,7 +42,7 @@ class ServedRun(Run):
                 self.model, optimizer, rule, push=served.push, pull=served.pull, background=served.background
             )
         except ValueError as e:
-            raise BadInput(f"--server {self.spec.removeprefix(PREFIX)}: {e}") from e
+            raise BadInput(f"--server {self.spec.removeprefix(SERVER_PREFIX)}: {e}") from e
         every = max(1, total // _EVALUATIONS)
         with self.curve.running(), server:
             while self.step < total:

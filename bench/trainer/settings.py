@@ -12,9 +12,7 @@ from commlib.planning.policy import policy_of
 from commlib.planning.route import resolve
 
 from .checkpoint import run_path
-from .run_specs import PREFIX as LOCAL
-from .run_specs import Local
-from .servers import PREFIX, Served
+from .run_specs import LOCAL_PREFIX, SERVER_PREFIX, Local, Served
 from .tasks import TASKS, BadInput, Defaults
 
 OPTIMIZERS = ("adam", "sgd")
@@ -118,7 +116,11 @@ class Settings:
     @property
     def runs(self) -> tuple[str, ...]:
         """What is trained, one after the other."""
-        return (*self.comms, *(PREFIX + rule for rule in self.servers), *(LOCAL + rule for rule in self.local))
+        return (
+            *self.comms,
+            *(SERVER_PREFIX + rule for rule in self.servers),
+            *(LOCAL_PREFIX + rule for rule in self.local),
+        )
 
     def _check_others(self) -> None:
         kinds = (("--server", self.servers, Served.of), ("--local", self.local, Local.of))
@@ -153,7 +155,7 @@ class Settings:
 
 
 def _has_momentum(comm: str) -> bool:
-    codec = Served.of(comm.removeprefix(PREFIX)).push if comm.startswith(PREFIX) else comm
+    codec = Served.of(comm.removeprefix(SERVER_PREFIX)).push if comm.startswith(SERVER_PREFIX) else comm
     return codec.partition(":")[0].strip() == "dgc"
 
 

@@ -15,9 +15,8 @@ from commlib.bench.launch.processes import cores
 
 from .ddp_run import Run
 from .local_sgd_run import LocalRun
-from .run_specs import PREFIX as LOCAL
+from .run_specs import LOCAL_PREFIX, SERVER_PREFIX
 from .server_run import ServedRun
-from .servers import PREFIX
 from .settings import Settings
 from .tasks import BadInput, load_task
 
@@ -100,9 +99,9 @@ def place(device: str, local_rank: int, local_ranks: int) -> tuple[torch.device,
 
 
 def _kind(comm: str) -> type[Run]:
-    if comm.startswith(LOCAL):
+    if comm.startswith(LOCAL_PREFIX):
         return LocalRun
-    return ServedRun if comm.startswith(PREFIX) else Run
+    return ServedRun if comm.startswith(SERVER_PREFIX) else Run
 
 
 class _Teller:

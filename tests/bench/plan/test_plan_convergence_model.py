@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from commlib.bench.plan import convergence_measure, convergence_model, rounds_picture, time_to_accuracy
+from commlib.bench.plan import convergence_measure, convergence_model, convergence_plot, time_to_accuracy
 from commlib.bench.plan.assumptions import Setting
 from commlib.bench.plan.command import plan
 from commlib.bench.plan.convergence_model import LOCAL, NAIVE, Row, Table
@@ -141,7 +141,7 @@ def test_it_prints_and_draws_what_was_asked(tmp_path: Path) -> None:
     assert [r["algorithm"] for r in rows] == [NAIVE, "sparknet"]
     assert rows[0]["meeting_s"] == pytest.approx(time_to_accuracy.ring_s(4 * known("vgg19").parameters, 5, setting))
     assert rows[0]["meeting_s"] == pytest.approx(1.6 * 32 * known("vgg19").parameters / 1e9, rel=1e-3)
-    drawn = rounds_picture.figure(question(algorithms=["sparknet"]), BY_HAND)
+    drawn = convergence_plot.figure(question(algorithms=["sparknet"]), BY_HAND)
     left, right = drawn.axes
     assert left.get_title() == "Speed-up to 95 %"
     assert "S = 5 s" in right.get_title()

@@ -11,6 +11,7 @@ import datetime
 import itertools
 import json
 import math
+import select
 import socket
 import statistics
 import struct
@@ -29,6 +30,7 @@ _UNSENT = 64 << 10  # bytes the sender's kernel may hold: on a slow line more wo
 _WINDOW_S = 0.02
 _PATIENCE_S = 30.0  # for one socket call
 _STORE_S = 120.0  # for a rank that comes late
+_ENOUGH = b"e"
 _RESULT = struct.Struct("!d")
 Clock = Callable[[], float]  # seconds
 
@@ -155,24 +157,31 @@ def answer_pings(s: socket.socket) -> None:
 
 
 def send_stream(s: socket.socket, seconds: float, clock: Clock = time.perf_counter) -> float:
-    """Send for so long (and a little more, to get up to speed); Gbit/s as :func:`receive_stream` saw them."""
+    """Send for so long (and a little more, to get up to speed); Gbit/s as :func:`receive_stream` saw them.
+
+    Goes on until the other end has seen enough to tell a rate: its process may have had to wait for a core meanwhile.
+    """
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT)
     else:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _UNSENT)
     chunk = memoryview(bytes(_CHUNK))
-    end = clock() + _SETTLE_S + seconds
-    while clock() < end:
+    end, enough = clock() + _SETTLE_S + seconds, False
+    while clock() < end or not enough:
         s.send(chunk)
+        enough = enough or (_readable(s) and _read(s, 1) == _ENOUGH)
     s.shutdown(socket.SHUT_WR)
     (rate,) = _RESULT.unpack(_read(s, _RESULT.size))
     if not 0 < rate < math.inf:
-        raise OSError(f"too few bytes arrived in {seconds:g} s to tell a rate")
+        raise OSError(f"the other end says that {rate!r} Gbit/s arrived")
     return float(rate)
 
 
 def receive_stream(s: socket.socket, within: float = _PATIENCE_S, clock: Clock = time.perf_counter) -> float:
-    """Read to the end of the stream, for so many seconds at most, and answer with its Gbit/s (:func:`typical_rate`)."""
+    """Read to the end of the stream, for so many seconds at most, and answer with its Gbit/s (:func:`typical_rate`).
+
+    Says on the way when it has seen enough for that; the end comes after.
+    """
     end = time.monotonic() + within
     buffer = memoryview(bytearray(1 << 20))
     settled = clock() + _SETTLE_S
@@ -184,6 +193,8 @@ def receive_stream(s: socket.socket, within: float = _PATIENCE_S, clock: Clock =
         now = clock()
         if now >= settled and (not samples or now - samples[-1][0] >= _WINDOW_S):
             samples.append((now, received))
+            if len(samples) == 2:
+                s.sendall(_ENOUGH)
     rate = typical_rate(samples) * 8e-9
     s.sendall(_RESULT.pack(rate))
     return rate
@@ -201,6 +212,12 @@ def typical_rate(samples: Sequence[tuple[float, int]]) -> float:
 def _check(end: float) -> None:
     if time.monotonic() > end:
         raise TimeoutError("the other end goes on for too long")
+
+
+def _readable(s: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(s, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _family(address: str) -> socket.AddressFamily:

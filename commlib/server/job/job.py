@@ -174,12 +174,15 @@ class Job:
                 raise PlanMismatch(f"{field.name}: {here!r} here, and {there!r} at {whose}; all must say the same")
 
 
+_REPLACE = "commlib.server.replace:Replace"  # on the wire and in snapshots, wherever the class lies
+
+
 def _name(kind: type[Optimizer]) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"
+    return _REPLACE if kind is Replace else f"{kind.__module__}:{kind.__qualname__}"
 
 
 def _kind(name: str) -> type[Optimizer]:
-    if name == _name(Replace):
+    if name == _REPLACE:
         return Replace
     module, _, qualname = name.partition(":")
     if not module.startswith("torch.optim"):

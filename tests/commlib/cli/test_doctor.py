@@ -9,7 +9,6 @@ import torch
 import typer
 
 from commlib.cli import doctor as module
-from commlib.cli import doctor as selftest
 from commlib.cli.doctor import Report, doctor, examine
 from commlib.messaging.network import Interface, gloo_choice, nccl_choice, network
 
@@ -39,7 +38,7 @@ def test_two_processes_all_reduce() -> None:
 
 
 def test_the_self_test_gives_up_at_its_deadline() -> None:
-    outcome = selftest.all_reduce_between_two(0.01)
+    outcome = module.all_reduce_between_two(0.01)
     assert not outcome["ok"]
     assert outcome["detail"] == "rank 0: no answer within 0.01 s; rank 1: no answer within 0.01 s"
 

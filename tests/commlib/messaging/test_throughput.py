@@ -48,6 +48,19 @@ class Ticks:
         return self._looks * self._seconds
 
 
+class Ends:
+    """A clock on which the time of a stream is over at the second look."""
+
+    def __init__(self, over: threading.Event) -> None:
+        self._over, self._looks = over, 0
+
+    def __call__(self) -> float:
+        self._looks += 1
+        if self._looks > 1:
+            self._over.set()
+        return 1000.0 * self._looks
+
+
 SENDS, READS = 0.001, 0.05
 """Of a rank that sends, and of one that reads: a megabyte at most at a time."""
 MOST = 8e-9 * (1 << 20) / READS  # Gbit/s
@@ -57,6 +70,17 @@ def test_the_rate_is_what_arrives() -> None:
     ours, theirs = connected()
     with ours, theirs, concurrent.futures.ThreadPoolExecutor(1) as pool:
         sender = pool.submit(send_stream, ours, 0.1, Ticks(SENDS))
+        rate = receive_stream(theirs, 120, Ticks(READS))
+        assert sender.result(120) == rate
+    assert 0 < rate <= MOST
+
+
+def test_a_rank_that_had_no_core_while_the_stream_lasted_is_sent_more_until_it_can_tell_the_rate() -> None:
+    ours, theirs = connected()
+    with ours, theirs, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        over = threading.Event()
+        sender = pool.submit(send_stream, ours, 0.1, Ends(over))
+        assert over.wait(120)  # by its clock all is sent, and not a byte has been read
         rate = receive_stream(theirs, 120, Ticks(READS))
         assert sender.result(120) == rate
     assert 0 < rate <= MOST

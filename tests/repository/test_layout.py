@@ -1,9 +1,10 @@
-"""Four folders, one package, and the rule that imports point inward (docs/adr/0001-layout.md)."""
+"""Four folders, one package, and the rule that imports go down its floors (docs/adr/0001-layout.md, 0028-floors.md)."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import graphlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,127 @@ def test_the_guard_lets_the_core_import_itself(source: str) -> None:
 def test_the_test_folder_does_not_shadow_the_package() -> None:
     assert commlib.__file__ is not None
     assert Path(commlib.__file__).name == "__init__.py"
+
+
+FLOORS = (
+    ("errors", "__version__"),
+    ("runtime", "groups"),
+    ("codecs", "messaging", "telemetry"),
+    ("exchange", "server"),
+    ("planning", "pipeline"),
+    ("checkpoint", "monitoring", "placement"),
+    ("ddp",),
+    ("fsdp", "zero", "local_sgd"),
+    ("_attach",),
+    ("",),  # commlib itself: its public names
+    ("cli", "integrations", "testing"),
+    ("__main__",),
+    ("compressors", "transports"),
+    ("bench",),
+)
+"""Packages and modules in ``commlib``, from the ground; what is on a floor imports itself and what is below."""
+FLOOR_OF = {name: i for i, names in enumerate(FLOORS) for name in names}
+
+
+def module_of(root: Path, package: str, path: Path) -> str:
+    """The name that a file of the package below ``root`` is imported by."""
+    parts = [package, *path.relative_to(root).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def import_graph(sources: Mapping[str, tuple[bool, str]]) -> dict[str, set[str]]:
+    """Modules → those of them that each imports.
+
+    Args:
+        sources: module → whether it is a package, and its source.
+    """
+    graph = {}
+    for module, (is_package, source) in sources.items():
+        found = set()
+        for name in imported(source, module if is_package else module.rpartition(".")[0]):
+            while name and name not in sources:  # from x import y: y is a module, or something in x
+                name = name.rpartition(".")[0]
+            found.add(name)
+        graph[module] = found - {"", module}
+    return graph
+
+
+def room(module: str) -> str:
+    """The package or module in ``commlib`` that it lies in."""
+    return [*module.split("."), ""][1]
+
+
+def rooms(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """The same of packages."""
+    found: dict[str, set[str]] = {}
+    for module, others in graph.items():
+        found.setdefault(room(module), set()).update(room(o) for o in others if room(o) != room(module))
+    return found
+
+
+def goes_up(graph: Mapping[str, set[str]]) -> list[str]:
+    """Imports that do not go down."""
+    return [
+        f"{module} imports {other}"
+        for module, others in graph.items()
+        for other in sorted(others)
+        if room(other) != room(module) and FLOOR_OF[room(other)] >= FLOOR_OF[room(module)]
+    ]
+
+
+def circle(graph: Mapping[str, set[str]]) -> list[str]:
+    """What imports itself by way of others, those too; empty if there is none."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as e:
+        return list(e.args[1])
+    return []
+
+
+def sources() -> dict[str, tuple[bool, str]]:
+    files = [("commlib", CORE, path) for path in CORE_FILES] + PLUG_IN_FILES
+    return {
+        module_of(root, package, path): (path.name == "__init__.py", path.read_text(encoding="utf-8"))
+        for package, root, path in files
+    }
+
+
+def test_every_package_has_a_floor_and_no_import_goes_up() -> None:
+    graph = import_graph(sources())
+    assert {room(module) for module in graph} == set(FLOOR_OF)
+    assert goes_up(graph) == []
+
+
+def test_there_is_no_circle_of_files_or_of_packages() -> None:
+    graph = import_graph(sources())
+    assert circle(graph) == []
+    assert circle(rooms(graph)) == []
+
+
+@pytest.mark.parametrize(
+    "put_in",
+    [
+        "from commlib.ddp import state",
+        "from commlib.ddp.state import HookState",
+        "import commlib.bench",
+        "from commlib import attach",
+        "def f():\n    import commlib.server.shard.shard",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from commlib.planning.plan import Plan",
+    ],
+)
+def test_an_import_that_goes_up_is_seen(put_in: str) -> None:
+    having = sources()
+    having["commlib.codecs.slots"] = (False, having["commlib.codecs.slots"][1] + "\n" + put_in)
+    (line,) = goes_up(import_graph(having))
+    assert line.startswith("commlib.codecs.slots imports commlib")
+
+
+def test_a_circle_is_seen() -> None:
+    having = sources()
+    having["commlib.codecs.slots"] = (False, having["commlib.codecs.slots"][1] + "\nfrom commlib.codecs import base")
+    assert set(circle(import_graph(having))) == {"commlib.codecs.slots", "commlib.codecs.base"}
+
+
+def test_the_root_is_the_entrance_only() -> None:
+    files = sorted(path.name for path in CORE.iterdir() if path.is_file())
+    assert files == ["__init__.py", "__main__.py", "__version__.py", "_attach.py", "errors.py", "py.typed"]

@@ -98,7 +98,7 @@ def test_a_filter_whose_package_is_missing_says_what_to_install(
 
 def test_what_is_no_filter_and_two_of_one_name_are_errors(installed: list[EntryPoint]) -> None:
     installed.append(EntryPoint("odd", "commlib.codecs.filter:Content", GROUP))
-    with pytest.raises(TypeError, match=r"is not a commlib\.filter\.Filter"):
+    with pytest.raises(TypeError, match=r"is not a commlib\.codecs\.filter\.Filter"):
         make_filter("odd")
     installed.append(EntryPoint("odd", "commlib.codecs.filter:Chain", GROUP))
     filters.cache_clear()

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
-from commlib.ddp import state
+from commlib.ddp import state as hooks
 from commlib.groups.world import World
 from commlib.planning.cost.overlap import Timeline, just_in_time_seconds, overlap, step_seconds
-from commlib.runtime import autograd as backward
+from commlib.runtime.autograd import wait as wait_as_it_is
 from commlib.server.job.chunks import cut
 from commlib.server.membership.view import View
 from commlib.server.protocol.messages import Ack, Message, Pull, Push, Send, Values
@@ -270,28 +270,28 @@ class Group:
 
 def exchanged(world: World, profiles: Sequence[Profile], folder: str) -> None:
     """Steps of each profile, with a hook from the beginning; a layer has a bucket of its own."""
-    machine, waiting = Machine(), vars(state)["wait"]
+    machine, waiting = Machine(), vars(hooks)["wait"]
 
     def wait(future: Any, meanwhile: Callable[[], None]) -> None:
         while not future.done():
             machine.arrival()
 
-    vars(state)["wait"] = wait
+    vars(hooks)["wait"] = wait
     try:
         for i, profile in enumerate(profiles):
             step_by_step(machine, profile).save(f"{folder}/{i}.json")
     finally:
-        vars(state)["wait"] = waiting
+        vars(hooks)["wait"] = waiting
 
 
 def step_by_step(machine: Machine, profile: Profile) -> Trace:
     ddp = DistributedDataParallel(model(machine, profile), bucket_cap_mb=1e-6)
     state: Any = commlib.HookState(ddp, "none")
     ddp.register_comm_hook(state, commlib.hook)
-    real, vars(state)["wait"] = vars(state)["wait"], backward.wait
+    real, vars(hooks)["wait"] = vars(hooks)["wait"], wait_as_it_is
     for _ in range(3):  # DDP makes its buckets; over a real group
         ddp(torch.ones(4)).sum().backward()
-    vars(state)["wait"] = real
+    vars(hooks)["wait"] = real
     trace = Trace(clock=machine)
     group = Group(machine, trace)
     state._sequencer.extend([{"world": group}])

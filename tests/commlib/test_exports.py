@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import inspect
 import pkgutil
+import statistics
+import subprocess
+import sys
 
 import pytest
 
@@ -28,6 +32,53 @@ def test_all_is_complete() -> None:
     modules = {name for name in vars(commlib) if inspect.ismodule(getattr(commlib, name))}
     public = {name for name in vars(commlib) if not name.startswith("_")} - modules - {"annotations"}
     assert public - set(commlib.__all__) == set()
+
+
+def test_type_checkers_read_what_is_imported_at_run_time() -> None:
+    (block,) = [n for n in ast.parse(inspect.getsource(commlib)).body if isinstance(n, ast.If)]
+    read = {a.name: n.module for n in block.body if isinstance(n, ast.ImportFrom) for a in n.names}
+    assert read == commlib._HOME
+    assert set(read) == set(commlib.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error_that_names_it() -> None:
+    with pytest.raises(AttributeError, match="module 'commlib' has no attribute 'atach'"):
+        _ = commlib.atach  # type: ignore[attr-defined]
+    assert not hasattr(commlib, "__wrapped__")
+
+
+BARE = """
+import sys, torch
+before = set(sys.modules)
+import commlib
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+def bare() -> list[str]:
+    """What a Python that has PyTorch already loads for ``import commlib``."""
+    return subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_importing_commlib_loads_no_server_pipeline_placement_or_fsdp_and_no_library_of_a_command() -> None:
+    loaded = bare()
+    ours = [m for m in loaded if m.partition(".")[0] == "commlib"]
+    assert len(ours) <= 60, ours
+    heavy = {"commlib.server", "commlib.pipeline", "commlib.placement", "commlib.fsdp", "commlib.cli", "commlib.bench"}
+    assert [m for m in ours if ".".join(m.split(".")[:2]) in heavy] == []
+    assert {"typer", "rich", "numba", "matplotlib", "msgpack", "zmq"} & {m.partition(".")[0] for m in loaded} == set()
+
+
+@pytest.mark.alone
+def test_importing_commlib_takes_little_beside_torch() -> None:
+    timed = BARE.replace(
+        "import commlib", "import time; t = time.perf_counter(); import commlib; t -= time.perf_counter()"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", timed + "print(-t)"], capture_output=True, text=True, check=True)
+        for _ in range(5)
+    ]
+    assert statistics.median(float(run.stdout.split()[-1]) for run in runs) <= 0.15
 
 
 @pytest.mark.parametrize("name", getattr(commlib, "__all__", []))

@@ -19,11 +19,15 @@ from typing import Any
 
 import torch
 
+import commlib
 from commlib.bench.launch import processes
 from commlib.bench.launch.child import BOOTSTRAP
 
-_PRELOAD = ("torch", "torch._dynamo", "commlib", "commlib.bench.trainer.worker", "pytest", "hypothesis")
-"""A first optimizer imports the second; test modules, in which jobs are found, the last two."""
+_PRELOAD = (
+    *("torch", "torch._dynamo", "commlib", "commlib.bench.trainer.worker", "pytest", "hypothesis"),
+    *sorted(set(commlib._HOME.values())),
+)
+"""A first optimizer imports the second; test modules, in which jobs are found, pytest and hypothesis."""
 
 
 def context() -> Any:

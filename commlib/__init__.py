@@ -137,12 +137,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> typing.Any:
-    """A public name, which from then on is an ordinary attribute."""
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
-    return value
+if not typing.TYPE_CHECKING:  # type checkers would take any name then
+
+    def __getattr__(name: str) -> typing.Any:
+        """A public name, which from then on is an ordinary attribute."""
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
+        return value
 
 
 def __dir__() -> list[str]:

@@ -1,9 +1,10 @@
-"""The contract of an exchange, and what an exchange asks of a route."""
+"""Contract of an exchange: how the gradients of a bucket become their mean over the ranks."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -13,25 +14,34 @@ from commlib.exchange.layer_task import Item, Stripe
 from commlib.groups.world import World
 
 
-class Carrier(Protocol):
-    """What a plan asks of an exchange. All functions are pure."""
+class Carrier(abc.ABC):
+    """Base of what carries payloads, as a plan sees it. Without state: all methods are pure.
 
-    ROUNDS: int
-    """How many times ``rounds`` yields."""
+    Attributes:
+        name: in a route, after the ``@``.
+        ROUNDS: how many times ``rounds`` yields at most, each time the collectives that may run at once.
+    """
+
+    name: ClassVar[str]
+    ROUNDS: ClassVar[int]
 
     def refuse(self, codec: Compressor, spec: LayerSpec) -> str | None:
-        """Why it cannot carry this codec for this layer, or None."""
+        """Why this exchange cannot carry this codec for this layer; None if it can, as all can by default."""
+        return None
 
+    @abc.abstractmethod
     def wire_bytes(self, codec: Compressor, spec: LayerSpec, world: int) -> float:
-        """Payload bytes the busiest rank sends in a step for this layer."""
+        """Payload bytes that the busiest of ``world`` ranks sends in a step for this layer; NaN while unknown."""
 
     def owned(self, codec: Compressor, spec: LayerSpec, world: World) -> Stripe | None:
-        """The stripe this rank re-encodes and keeps slots for, if the exchange has such."""
+        """The stripe that this rank encodes again and keeps slots for; None, as by default, if there is none."""
+        return None
 
 
-class Exchange(Carrier, Protocol):
-    """The contract of one that leaves all ranks with the mean."""
+class Exchange(Carrier):
+    """Base of the exchanges that leave all ranks with the mean."""
 
+    @abc.abstractmethod
     def rounds(self, items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
         """Replace each item's gradient by the mean over ranks; bitwise the same on every rank.
 

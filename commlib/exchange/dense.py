@@ -8,63 +8,61 @@ import torch
 from torch import Tensor
 
 from commlib.codecs.base import Compressor, LayerSpec
+from commlib.exchange.base import Exchange
 from commlib.exchange.buffers import Packing
 from commlib.exchange.collectives import AllReduce, Payers, Rounds
-from commlib.exchange.layer_task import Item, Stripe, payers
+from commlib.exchange.layer_task import Item, payers
 from commlib.groups.world import World
 
-ROUNDS = 1
 
+class DenseExchange(Exchange):
+    """All-reduce of a bucket, in one round: of gradients, or of payloads that may be summed."""
 
-def refuse(codec: Compressor, spec: LayerSpec) -> str | None:
-    """Only payloads that add up element by element can be all-reduced."""
-    if codec.reduce_dtype(spec) is None:
-        return "its payloads cannot be summed by an all-reduce; use gather or scatter_gather"
-    return None
+    name = "dense"
+    ROUNDS = 1
 
+    def refuse(self, codec: Compressor, spec: LayerSpec) -> str | None:
+        """Only payloads that add up element by element can be all-reduced."""
+        if codec.reduce_dtype(spec) is None:
+            return "its payloads cannot be summed by an all-reduce; use gather or scatter_gather"
+        return None
 
-def wire_bytes(codec: Compressor, spec: LayerSpec, world: int) -> float:
-    """Bytes a rank sends a step."""
-    return 2 * (world - 1) / world * codec.nbytes(spec)
+    def wire_bytes(self, codec: Compressor, spec: LayerSpec, world: int) -> float:
+        """Bytes a rank sends a step."""
+        return 2 * (world - 1) / world * codec.nbytes(spec)
 
+    def rounds(self, items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
+        """Divide by P, all-reduce, decode.
 
-def owned(codec: Compressor, spec: LayerSpec, world: World) -> Stripe | None:
-    """No rank owns a part."""
-    return None
-
-
-def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
-    """Divide by P, all-reduce, decode.
-
-    Divided *before* the sum, as DDP does: so the result is DDP's to the last bit where a whole
-    bucket is uncompressed (``buffer``: it is then reduced in place, without a copy).
-    """
-    if buffer is not None and all(item.codec.lossless and not item.memory.old for item in items):
-        yield [mean(buffer, world, payers(items, [item.spec.nbytes for item in items]))]
-        return
-    by_dtype: dict[torch.dtype, list[Item]] = {}
-    for item in (each.alone() for each in items):
-        dtype = item.codec.reduce_dtype(item.spec)
-        if dtype is None:
-            raise ValueError(f"{item.codec} cannot be all-reduced")  # refuse() has been passed over
-        by_dtype.setdefault(dtype, []).append(item)
-    packed = []
-    for dtype, group in by_dtype.items():
-        packing = Packing([i.codec.nbytes(i.spec) for i in group])
-        payload = group[0].arena.bytes(packing.total, group[0].grad.device)
-        for item, part in zip(group, packing.slices(payload), strict=True):
-            with item.meter.phase("compress"):
-                seed = item.seeds.of(item.codec, world.rank)
-                item.codec.compress(item.work_grad(), part, memory=item.memory, seed=seed)
-        payload.view(dtype).div_(world.size)
-        packed.append((group, packing, payload, dtype))
-    yield [AllReduce(p.view(dt), payers(g, packing.lengths)) for g, packing, p, dt in packed]
-    for group, packing, payload, _ in packed:
-        for item, part in zip(group, packing.slices(payload), strict=True):
-            with item.meter.phase("decompress"):
-                out = item.work_out()
-                item.codec.decompress(part, out, seed=item.seeds.of(item.codec, world.rank))
-                item.finish(out)
+        Divided *before* the sum, as DDP does: so the result is DDP's to the last bit where a whole
+        bucket is uncompressed (``buffer``: it is then reduced in place, without a copy).
+        """
+        if buffer is not None and all(item.codec.lossless and not item.memory.old for item in items):
+            yield [mean(buffer, world, payers(items, [item.spec.nbytes for item in items]))]
+            return
+        by_dtype: dict[torch.dtype, list[Item]] = {}
+        for item in (each.alone() for each in items):
+            dtype = item.codec.reduce_dtype(item.spec)
+            if dtype is None:
+                raise ValueError(f"{item.codec} cannot be all-reduced")  # refuse() has been passed over
+            by_dtype.setdefault(dtype, []).append(item)
+        packed = []
+        for dtype, group in by_dtype.items():
+            packing = Packing([i.codec.nbytes(i.spec) for i in group])
+            payload = group[0].arena.bytes(packing.total, group[0].grad.device)
+            for item, part in zip(group, packing.slices(payload), strict=True):
+                with item.meter.phase("compress"):
+                    seed = item.seeds.of(item.codec, world.rank)
+                    item.codec.compress(item.work_grad(), part, memory=item.memory, seed=seed)
+            payload.view(dtype).div_(world.size)
+            packed.append((group, packing, payload, dtype))
+        yield [AllReduce(p.view(dt), payers(g, packing.lengths)) for g, packing, p, dt in packed]
+        for group, packing, payload, _ in packed:
+            for item, part in zip(group, packing.slices(payload), strict=True):
+                with item.meter.phase("decompress"):
+                    out = item.work_out()
+                    item.codec.decompress(part, out, seed=item.seeds.of(item.codec, world.rank))
+                    item.finish(out)
 
 
 def mean(buffer: Tensor, world: World, payers: Payers) -> AllReduce:

@@ -10,76 +10,74 @@ from torch import Tensor
 from commlib.codecs.base import Compressor, LayerSpec
 from commlib.codecs.cooperative import LowRank, thin_product
 from commlib.codecs.error_feedback import ErrorFeedback
+from commlib.exchange.base import Exchange
 from commlib.exchange.buffers import Arena
 from commlib.exchange.collectives import AllReduce, Rounds
-from commlib.exchange.layer_task import Item, Stripe, payers
+from commlib.exchange.layer_task import Item, payers
 from commlib.groups.world import World
 
-ROUNDS = 2
 
+class LowRankExchange(Exchange):
+    """All-reduce of a low-rank codec's two factors, one after the other."""
 
-def refuse(codec: Compressor, spec: LayerSpec) -> str | None:
-    """Only codecs made of two thin matrices."""
-    if _low_rank(codec) is None:
-        return "its payload is no pair of thin matrices (powersgd's is)"
-    return None
+    name = "low_rank"
+    ROUNDS = 2
 
+    def refuse(self, codec: Compressor, spec: LayerSpec) -> str | None:
+        """Only codecs made of two thin matrices."""
+        if _low_rank(codec) is None:
+            return "its payload is no pair of thin matrices (powersgd's is)"
+        return None
 
-def wire_bytes(codec: Compressor, spec: LayerSpec, world: int) -> float:
-    """Bytes a rank sends a step."""
-    return 2 * (world - 1) / world * codec.nbytes(spec)
+    def wire_bytes(self, codec: Compressor, spec: LayerSpec, world: int) -> float:
+        """Bytes a rank sends a step."""
+        return 2 * (world - 1) / world * codec.nbytes(spec)
 
+    def rounds(self, items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
+        """P = M·basis, averaged; orthogonalised; Q = Mᵀ·P, averaged; the mean gradient is P·Qᵀ.
 
-def owned(codec: Compressor, spec: LayerSpec, world: World) -> Stripe | None:
-    """No rank owns a part."""
-    return None
+        The residual is M − P·(local Q)ᵀ, what the projection leaves of *this* rank's M. (PyTorch's hook keeps
+        M − P·(mean Q)ᵀ: the sums over ranks agree, but there each residual also walks at random with the
+        difference between the rank's gradients and the mean.)
 
+        What rides along (:mod:`commlib.exchange.fusion`) goes with P as it is.
+        """
+        raw = [item for item in items if item.codec.lossless]
+        items = [item for item in items if not item.codec.lossless]
+        codecs = [_require(item.codec) for item in items]
+        device = items[0].grad.device
+        matrices: list[Tensor] = []
+        sizes = [(*i.spec.matrix, c.rank_of(i.spec)) for i, c in zip(items, codecs, strict=True)]
+        lefts = _Factors([*((m, r) for m, _, r in sizes), *((i.spec.numel, 1) for i in raw)], items[0].arena, device)
+        rights = _Factors([(n, r) for _, n, r in sizes], items[0].arena, device)
+        ps, along = lefts.views[: len(items)], lefts.views[len(items) :]
+        for item, view in zip(raw, along, strict=True):
+            view.copy_(item.grad.view(-1, 1))
+        for item, p in zip(items, ps, strict=True):
+            with item.meter.phase("compress"):
+                m = _with_residual(item).view(item.spec.matrix)
+                matrices.append(m)
+                thin_product(m, item.memory.old["basis"], p)
+        lefts.flat.div_(world.size)
+        yield [AllReduce(lefts.flat, payers([*items, *raw], [p.nbytes for p in lefts.views]))]
 
-def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
-    """P = M·basis, averaged; orthogonalised; Q = Mᵀ·P, averaged; the mean gradient is P·Qᵀ.
+        for item, view in zip(raw, along, strict=True):
+            item.grad.view(-1, 1).copy_(view)
+        for item, codec, m, p, q in zip(items, codecs, matrices, ps, rights.views, strict=True):
+            with item.meter.phase("compress"):
+                codec.orthogonalise(p)
+                thin_product(m.T, p, q)
+                if "residual" in item.memory.new:
+                    m.addmm_(p, q.T, alpha=-1.0)  # m *is* the new residual
+        rights.flat.div_(world.size)
+        yield [AllReduce(rights.flat, payers(items, [q.nbytes for q in rights.views]))]
 
-    The residual is M − P·(local Q)ᵀ, what the projection leaves of *this* rank's M. (PyTorch's hook keeps
-    M − P·(mean Q)ᵀ: the sums over ranks agree, but there each residual also walks at random with the
-    difference between the rank's gradients and the mean.)
-
-    What rides along (:mod:`commlib.exchange.fusion`) goes with P as it is.
-    """
-    raw = [item for item in items if item.codec.lossless]
-    items = [item for item in items if not item.codec.lossless]
-    codecs = [_require(item.codec) for item in items]
-    device = items[0].grad.device
-    matrices: list[Tensor] = []
-    sizes = [(*i.spec.matrix, c.rank_of(i.spec)) for i, c in zip(items, codecs, strict=True)]
-    lefts = _Factors([*((m, r) for m, _, r in sizes), *((i.spec.numel, 1) for i in raw)], items[0].arena, device)
-    rights = _Factors([(n, r) for _, n, r in sizes], items[0].arena, device)
-    ps, along = lefts.views[: len(items)], lefts.views[len(items) :]
-    for item, view in zip(raw, along, strict=True):
-        view.copy_(item.grad.view(-1, 1))
-    for item, p in zip(items, ps, strict=True):
-        with item.meter.phase("compress"):
-            m = _with_residual(item).view(item.spec.matrix)
-            matrices.append(m)
-            thin_product(m, item.memory.old["basis"], p)
-    lefts.flat.div_(world.size)
-    yield [AllReduce(lefts.flat, payers([*items, *raw], [p.nbytes for p in lefts.views]))]
-
-    for item, view in zip(raw, along, strict=True):
-        item.grad.view(-1, 1).copy_(view)
-    for item, codec, m, p, q in zip(items, codecs, matrices, ps, rights.views, strict=True):
-        with item.meter.phase("compress"):
-            codec.orthogonalise(p)
-            thin_product(m.T, p, q)
-            if "residual" in item.memory.new:
-                m.addmm_(p, q.T, alpha=-1.0)  # m *is* the new residual
-    rights.flat.div_(world.size)
-    yield [AllReduce(rights.flat, payers(items, [q.nbytes for q in rights.views]))]
-
-    for item, codec, p, q in zip(items, codecs, ps, rights.views, strict=True):
-        with item.meter.phase("decompress"):
-            codec.next_basis(q, item.memory.new["basis"])
-            out = item.work_out()
-            torch.matmul(p, q.T, out=out.view(item.spec.matrix))
-            item.finish(out)
+        for item, codec, p, q in zip(items, codecs, ps, rights.views, strict=True):
+            with item.meter.phase("decompress"):
+                codec.next_basis(q, item.memory.new["basis"])
+                out = item.work_out()
+                torch.matmul(p, q.T, out=out.view(item.spec.matrix))
+                item.finish(out)
 
 
 class _Factors:
@@ -106,5 +104,5 @@ def _low_rank(codec: Compressor) -> LowRank | None:
 def _require(codec: Compressor) -> LowRank:
     found = _low_rank(codec)
     if found is None:
-        raise ValueError(f"{codec}: {refuse(codec, LayerSpec('layer', (8, 8)))}")
+        raise ValueError(f"{codec}: {LowRankExchange().refuse(codec, LayerSpec('layer', (8, 8)))}")
     return found

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from commlib.codecs.base import Compressor, LayerSpec
+from commlib.exchange.base import Carrier
 from commlib.exchange.buffers import Packing
 from commlib.exchange.collectives import AllToAll, Rounds
 from commlib.exchange.layer_task import Item, Stripe, payers
 from commlib.groups.world import World
 from commlib.runtime.scratch import scratch
 
-ROUNDS = 1
 PASSES = 1
 """How often an uncompressed gradient goes over the link: an all-reduce sends it there and back."""
 
@@ -35,25 +35,64 @@ def chunks(spec: LayerSpec, world: int) -> tuple[Stripe, ...]:
     return tuple(Stripe(a, b, spec.row_slice(a, b)) for a, b in pairwise(cuts))
 
 
-def refuse(codec: Compressor, spec: LayerSpec) -> str | None:
-    """Stripes are coded one by one, so what a codec remembers must be rows of the layer, too."""
-    if not spec.shape:
-        return "a scalar has no rows to share out"
-    odd = [key for key, slot in codec.slots(spec).items() if slot.shape != spec.shape or slot.role == "replicated"]
-    if odd:
-        return f"its {', '.join(odd)} cannot be shared out by rows, as the parameters of a sharded model are"
-    return None
+class ReduceScatter(Carrier):
+    """Reduce-scatter for FSDP2: every rank gets its own part of the mean only."""
 
+    name = "reduce_scatter"
+    ROUNDS = 1
 
-def wire_bytes(codec: Compressor, spec: LayerSpec, world: int) -> float:
-    """Bytes the busiest rank sends a step."""
-    lengths = [codec.nbytes(s.spec) for s in chunks(spec, world)]
-    return sum(lengths) - min(lengths)
+    def refuse(self, codec: Compressor, spec: LayerSpec) -> str | None:
+        """Stripes are coded one by one, so what a codec remembers must be rows of the layer, too."""
+        if not spec.shape:
+            return "a scalar has no rows to share out"
+        odd = [key for key, slot in codec.slots(spec).items() if slot.shape != spec.shape or slot.role == "replicated"]
+        if odd:
+            return f"its {', '.join(odd)} cannot be shared out by rows, as the parameters of a sharded model are"
+        return None
 
+    def wire_bytes(self, codec: Compressor, spec: LayerSpec, world: int) -> float:
+        """Bytes the busiest rank sends a step."""
+        lengths = [codec.nbytes(s.spec) for s in chunks(spec, world)]
+        return sum(lengths) - min(lengths)
 
-def owned(codec: Compressor, spec: LayerSpec, world: World) -> Stripe | None:
-    """The owner keeps its sum, and encodes nothing again."""
-    return None
+    def rounds(self, items: Sequence[Item], table: Tensor, out: Tensor, world: World, scale: float) -> Rounds:
+        """Fills ``out`` with ``scale`` times the sum over ranks of this rank's chunks, decoded and added in rank order.
+
+        Args:
+            items: the layers; their ``grad`` is not looked at.
+            table: (P, n) of the gradients' dtype; not modified.
+            out: (n,) of the same.
+            world: this rank.
+            scale: 1/P for the mean.
+        """
+        arena, device = items[0].arena, table.device
+        layers = tuple((item.codec, item.spec) for item in items)
+        row, packings = arena.known((layers, world), lambda: _layout(layers, world.size))
+        splits = [p.total for p in packings]
+        send = arena.bytes(sum(splits), device)
+        parts = [p.slices(part) for p, part in zip(packings, torch.split(send, splits), strict=True)]
+        for i, (item, start) in enumerate(zip(items, row.starts, strict=True)):
+            with item.meter.phase("compress"):
+                for p, stripe in enumerate(chunks(item.spec, world.size)):
+                    x = table[p, start : start + stripe.spec.numel].view(stripe.spec.shape)
+                    memory = item.memory.rows(stripe.start, stripe.stop)
+                    seed = item.seeds.of(item.codec, world.rank, f"stripe {p}")
+                    item.codec.compress(_work(item, x), parts[p][i], memory=memory, seed=seed)
+        mine = packings[world.rank]
+        received = arena.bytes(world.size * mine.total, device)
+        shares = payers(items, [sum(p.lengths[i] for p in packings) for i in range(len(items))])
+        yield [AllToAll(received, send, [mine.total] * world.size, splits, world.rank, shares)]
+
+        out.zero_()  # what pads chunks is nobody's, but is looked at with the rest
+        for item, start, payloads in zip(items, row.starts, mine.columns(received, world.size), strict=True):
+            with item.meter.phase("decompress"):
+                stripe = chunks(item.spec, world.size)[world.rank]
+                found = out[start : start + stripe.spec.numel].view(stripe.spec.shape)
+                values = _room(item, found)
+                seeds = [item.seeds.of(item.codec, p, f"stripe {world.rank}") for p in range(world.size)]
+                item.codec.decompress_sum(payloads, values, scale=scale, seeds=seeds)
+                if values is not found:
+                    found.copy_(values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,46 +112,6 @@ class Row:
         """Of these layers, in this order."""
         ends = list(accumulate((chunks(spec, world)[0].spec.numel for spec in specs), initial=0))
         return cls(tuple(ends[:-1]), ends[-1])
-
-
-def rounds(items: Sequence[Item], table: Tensor, out: Tensor, world: World, scale: float) -> Rounds:
-    """Fills ``out`` with ``scale`` times the sum over ranks of this rank's chunks, decoded and added in rank order.
-
-    Args:
-        items: the layers; their ``grad`` is not looked at.
-        table: (P, n) of the gradients' dtype; not modified.
-        out: (n,) of the same.
-        world: this rank.
-        scale: 1/P for the mean.
-    """
-    arena, device = items[0].arena, table.device
-    layers = tuple((item.codec, item.spec) for item in items)
-    row, packings = arena.known((layers, world), lambda: _layout(layers, world.size))
-    splits = [p.total for p in packings]
-    send = arena.bytes(sum(splits), device)
-    parts = [p.slices(part) for p, part in zip(packings, torch.split(send, splits), strict=True)]
-    for i, (item, start) in enumerate(zip(items, row.starts, strict=True)):
-        with item.meter.phase("compress"):
-            for p, stripe in enumerate(chunks(item.spec, world.size)):
-                x = table[p, start : start + stripe.spec.numel].view(stripe.spec.shape)
-                memory = item.memory.rows(stripe.start, stripe.stop)
-                seed = item.seeds.of(item.codec, world.rank, f"stripe {p}")
-                item.codec.compress(_work(item, x), parts[p][i], memory=memory, seed=seed)
-    mine = packings[world.rank]
-    received = arena.bytes(world.size * mine.total, device)
-    shares = payers(items, [sum(p.lengths[i] for p in packings) for i in range(len(items))])
-    yield [AllToAll(received, send, [mine.total] * world.size, splits, world.rank, shares)]
-
-    out.zero_()  # what pads chunks is nobody's, but is looked at with the rest
-    for item, start, payloads in zip(items, row.starts, mine.columns(received, world.size), strict=True):
-        with item.meter.phase("decompress"):
-            stripe = chunks(item.spec, world.size)[world.rank]
-            found = out[start : start + stripe.spec.numel].view(stripe.spec.shape)
-            values = _room(item, found)
-            seeds = [item.seeds.of(item.codec, p, f"stripe {world.rank}") for p in range(world.size)]
-            item.codec.decompress_sum(payloads, values, scale=scale, seeds=seeds)
-            if values is not found:
-                found.copy_(values)
 
 
 def _layout(layers: Sequence[tuple[Compressor, LayerSpec]], world: int) -> tuple[Row, list[Packing]]:

@@ -1,43 +1,40 @@
-"""How a gradient travels. Each exchange is a module with the functions of :class:`~commlib.exchange.base.Exchange`."""
+"""All exchanges, by the names that routes have for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import cast
 
-from commlib.codecs.base import Compressor
-from commlib.exchange import blocks, dense, gather, low_rank, push_pull, reduce_scatter, scatter_gather, sparse
 from commlib.exchange.base import Carrier, Exchange
-from commlib.exchange.factors import broadcast, owners
-from commlib.exchange.factors.delivery import Sending
-from commlib.groups.world import World
+from commlib.exchange.blocks import BlocksExchange
+from commlib.exchange.dense import DenseExchange
+from commlib.exchange.factors.broadcast import FactorExchange, RowExchange
+from commlib.exchange.factors.owners import OwnerExchange
+from commlib.exchange.gather import GatherExchange
+from commlib.exchange.low_rank import LowRankExchange
+from commlib.exchange.push_pull import PushPullExchange
+from commlib.exchange.reduce_scatter import ReduceScatter
+from commlib.exchange.scatter_gather import ScatterGatherExchange
+from commlib.exchange.sparse import SparseExchange
 
-EXCHANGES: Mapping[str, Exchange] = MappingProxyType(
-    {
-        "dense": cast(Exchange, dense),
-        "gather": cast(Exchange, gather),
-        "scatter_gather": cast(Exchange, scatter_gather),
-        "low_rank": cast(Exchange, low_rank),
-        "blocks": cast(Exchange, blocks),
-        "factors": cast(Exchange, broadcast),
-        "owners": cast(Exchange, owners),
-        "push_pull": cast(Exchange, push_pull),
-        "sparse": cast(Exchange, sparse),
-    }
+_ROWS: tuple[RowExchange, ...] = (FactorExchange(), OwnerExchange())
+_ALL: tuple[Exchange, ...] = (
+    *(DenseExchange(), GatherExchange(), ScatterGatherExchange(), LowRankExchange(), BlocksExchange()),
+    *_ROWS,
+    *(PushPullExchange(), SparseExchange()),
 )
 
-CARRIERS: Mapping[str, Carrier] = MappingProxyType({**EXCHANGES, "reduce_scatter": cast(Carrier, reduce_scatter)})
+EXCHANGES: Mapping[str, Exchange] = MappingProxyType({exchange.name: exchange for exchange in _ALL})
+"""Exchanges that leave all ranks with the mean."""
+
+CARRIERS: Mapping[str, Carrier] = MappingProxyType({**EXCHANGES, ReduceScatter.name: ReduceScatter()})
 """These, and what leaves every rank with its own part of the mean (:mod:`commlib.fsdp`)."""
 
-BY_SERVERS: frozenset[str] = frozenset({"push_pull"})
+BY_SERVERS: frozenset[str] = frozenset({PushPullExchange.name})
 """Exchanges that need servers."""
 
-OF_SPARSE: frozenset[str] = frozenset({"sparse"})
+OF_SPARSE: frozenset[str] = frozenset({SparseExchange.name})
 """Exchanges of sparse gradients, which go by no other."""
 
-BY_ROWS: Mapping[str, Callable[[Compressor, int, int, World], Sending]] = MappingProxyType(
-    {"factors": broadcast.sending, "owners": owners.sending}
-)
-"""Exchanges of the rows that a linear layer's gradient is made of (:mod:`commlib.exchange.factors`), each with what
-sends them: given the codec, the layer's outputs and inputs, and this rank."""
+BY_ROWS: Mapping[str, RowExchange] = MappingProxyType({exchange.name: exchange for exchange in _ROWS})
+"""Exchanges of the rows that a linear layer's gradient is made of (:mod:`commlib.exchange.factors`)."""

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from commlib.codecs.base import Compressor, LayerSpec, Memory
+from commlib.exchange.base import Exchange
 from commlib.exchange.buffers import Packing, rows
 from commlib.exchange.collectives import AllGather, AllToAll, Collective, Rounds
 from commlib.exchange.layer_task import WHOLE, Item, Part, Stripe, cut
 from commlib.groups.world import World
 from commlib.runtime.scratch import scratch
-
-ROUNDS = 2
 
 
 def stripes(codec: Compressor, spec: LayerSpec, world: int) -> tuple[Stripe, ...]:
@@ -28,50 +27,53 @@ def stripes(codec: Compressor, spec: LayerSpec, world: int) -> tuple[Stripe, ...
     return cut(spec, world, codec.stripe_rows(spec))
 
 
-def refuse(codec: Compressor, spec: LayerSpec) -> str | None:
-    """The owner re-encodes a sum, so the codec may remember nothing but what error feedback adds to it."""
-    if not spec.shape:
-        return "a scalar has no rows to share out; use gather"
-    kept = set(codec.slots(spec))
-    if kept and not (kept == {"residual"} and codec.is_feedback):
-        return f"it keeps its own {', '.join(sorted(kept))} per worker and cannot re-encode a sum; use gather"
-    return None
+class ScatterGatherExchange(Exchange):
+    """All-to-all of striped payloads to their owners, and all-gather of the means, encoded again."""
 
+    name = "scatter_gather"
+    ROUNDS = 2
 
-def wire_bytes(codec: Compressor, spec: LayerSpec, world: int) -> float:
-    """Bytes the busiest rank sends a step."""
-    lengths = [codec.nbytes(s.spec) for s in stripes(codec, spec, world)]
-    return sum(lengths) - min(lengths) + (world - 1) * max(lengths)
+    def refuse(self, codec: Compressor, spec: LayerSpec) -> str | None:
+        """The owner re-encodes a sum, so the codec may remember nothing but what error feedback adds to it."""
+        if not spec.shape:
+            return "a scalar has no rows to share out; use gather"
+        kept = set(codec.slots(spec))
+        if kept and not (kept == {"residual"} and codec.is_feedback):
+            return f"it keeps its own {', '.join(sorted(kept))} per worker and cannot re-encode a sum; use gather"
+        return None
 
+    def wire_bytes(self, codec: Compressor, spec: LayerSpec, world: int) -> float:
+        """Bytes the busiest rank sends a step."""
+        lengths = [codec.nbytes(s.spec) for s in stripes(codec, spec, world)]
+        return sum(lengths) - min(lengths) + (world - 1) * max(lengths)
 
-def owned(codec: Compressor, spec: LayerSpec, world: World) -> Stripe | None:
-    """The stripe this rank owns, whose sum it re-encodes with a residual."""
-    return stripes(codec, spec, world.size)[world.rank]
+    def owned(self, codec: Compressor, spec: LayerSpec, world: World) -> Stripe | None:
+        """The stripe this rank owns, whose sum it re-encodes with a residual."""
+        return stripes(codec, spec, world.size)[world.rank]
 
+    def rounds(self, items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
+        """Scatter stripes, sum and re-encode one's own, gather them all; the owner too uses what the others decode."""
+        device, arena = items[0].grad.device, items[0].arena
+        parts, packings, incoming = yield from scatter(items, world)
+        mine = packings[world.rank]
+        reply = arena.bytes(max(p.total for p in packings), device)
+        for i, (item, part) in enumerate(zip(items, parts, strict=True)):
+            mean = mean_of_stripe(item, part[world.rank], incoming[i], world)
+            with item.meter.phase("compress"):
+                seed = item.seeds.of(item.codec, world.rank, f"owner {world.rank}")
+                memory = _owners(item, part[world.rank], world)
+                item.codec.compress(mean, mine.slices(reply)[i], memory=memory, seed=seed)
+        gathered = arena.bytes(world.size * len(reply), device)
+        yield [AllGather(gathered, reply, [(item.meter, n) for item, n in zip(items, mine.lengths, strict=True)])]
 
-def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
-    """Scatter stripes, sum and re-encode one's own, gather them all; the owner too uses what the others decode."""
-    device, arena = items[0].grad.device, items[0].arena
-    parts, packings, incoming = yield from scatter(items, world)
-    mine = packings[world.rank]
-    reply = arena.bytes(max(p.total for p in packings), device)
-    for i, (item, part) in enumerate(zip(items, parts, strict=True)):
-        mean = mean_of_stripe(item, part[world.rank], incoming[i], world)
-        with item.meter.phase("compress"):
-            seed = item.seeds.of(item.codec, world.rank, f"owner {world.rank}")
-            memory = _owners(item, part[world.rank], world)
-            item.codec.compress(mean, mine.slices(reply)[i], memory=memory, seed=seed)
-    gathered = arena.bytes(world.size * len(reply), device)
-    yield [AllGather(gathered, reply, [(item.meter, n) for item, n in zip(items, mine.lengths, strict=True)])]
-
-    replies = [p.slices(row) for p, row in zip(packings, rows(gathered, world.size), strict=True)]
-    for i, (item, part) in enumerate(zip(items, parts, strict=True)):
-        with item.meter.phase("decompress"):
-            for p, s in enumerate(part):
-                out = item.work_out(s)
-                item.codec.decompress(replies[p][i], out, seed=item.seeds.of(item.codec, p, f"owner {p}"))
-                item.finish(out, s)
-                item.vouch([replies[p][i]], s.spec)
+        replies = [p.slices(row) for p, row in zip(packings, rows(gathered, world.size), strict=True)]
+        for i, (item, part) in enumerate(zip(items, parts, strict=True)):
+            with item.meter.phase("decompress"):
+                for p, s in enumerate(part):
+                    out = item.work_out(s)
+                    item.codec.decompress(replies[p][i], out, seed=item.seeds.of(item.codec, p, f"owner {p}"))
+                    item.finish(out, s)
+                    item.vouch([replies[p][i]], s.spec)
 
 
 def scatter(

@@ -13,53 +13,51 @@ import torch
 from torch import Tensor
 
 from commlib.codecs.base import Compressor, LayerSpec, Memory
+from commlib.exchange.base import Exchange
 from commlib.exchange.buffers import Packing
 from commlib.exchange.collectives import AllGather, Rounds, lockstep
-from commlib.exchange.layer_task import Item, Stripe
+from commlib.exchange.layer_task import Item
 from commlib.groups.world import World
-
-ROUNDS = 2
 
 _COUNT = 8  # bytes
 _SOME = 8  # rows: a codec says of these what it needs of any number
 
 
-def refuse(codec: Compressor, spec: LayerSpec) -> str | None:
-    """Rows are others in every step, so a codec may keep nothing of them."""
-    if not spec.sparse:
-        return "its gradient is not sparse"
-    rows = of_rows(spec, _SOME)
-    if codec.lossless:
-        return None
-    if codec.slots(rows):
-        return "it keeps a memory of its layer, of a fixed shape, and sparse rows are others in every step: give ef=off"
-    if codec.shared_seed:
-        return "its ranks draw the same values, and have other rows"
-    return codec.refuse(rows)
+class SparseExchange(Exchange):
+    """All-gather of the rows and values of sparse gradients, merged in rank order."""
 
+    name = "sparse"
+    ROUNDS = 2
 
-def wire_bytes(codec: Compressor, spec: LayerSpec, world: int) -> float:
-    """Unknown before there are rows: see :func:`row_bytes`."""
-    return float("nan")
+    def refuse(self, codec: Compressor, spec: LayerSpec) -> str | None:
+        """Rows are others in every step, so a codec may keep nothing of them."""
+        if not spec.sparse:
+            return "its gradient is not sparse"
+        rows = of_rows(spec, _SOME)
+        if codec.lossless:
+            return None
+        if codec.slots(rows):
+            return "its memory of a layer has a fixed shape, and sparse rows are others in every step: give ef=off"
+        if codec.shared_seed:
+            return "its ranks draw the same values, and have other rows"
+        return codec.refuse(rows)
 
+    def wire_bytes(self, codec: Compressor, spec: LayerSpec, world: int) -> float:
+        """Unknown before there are rows: see :func:`row_bytes`."""
+        return float("nan")
 
-def owned(codec: Compressor, spec: LayerSpec, world: World) -> Stripe | None:
-    """No rank owns a part."""
-    return None
+    def rounds(self, items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
+        """Each item's ``grad`` is sparse, of one sparse dimension, and becomes the mean in place, coalesced.
+
+        Divided *before* rows that are there several times are added up, as DDP does: without a codec the result is that
+        of DDP over Gloo, to the last bit.
+        """
+        yield from lockstep([_one(item, world) for item in items])
 
 
 def of_rows(spec: LayerSpec, count: int) -> LayerSpec:
     """So many rows of the layer as a dense one."""
     return LayerSpec(spec.name, (count, *spec.shape[1:]), spec.dtype, spec.device)
-
-
-def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
-    """Each item's ``grad`` is sparse, of one sparse dimension, and becomes the mean in place, coalesced.
-
-    Divided *before* rows that are there several times are added up, as DDP does: without a codec the result is that of
-    DDP over Gloo, to the last bit.
-    """
-    yield from lockstep([_one(item, world) for item in items])
 
 
 def _one(item: Item, world: World) -> Rounds:

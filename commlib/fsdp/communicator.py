@@ -23,6 +23,7 @@ from commlib.errors import CommlibError, PeerLost
 from commlib.exchange import reduce_scatter
 from commlib.exchange.collectives import AllGather, Rounds, Scope, lockstep
 from commlib.exchange.lanes import Siblings, lay, make_sequencer, scopes
+from commlib.exchange.reduce_scatter import ReduceScatter
 from commlib.exchange.registry import EXCHANGES
 from commlib.exchange.sequencer import Sequencer
 from commlib.exchange.step_commit import Steps
@@ -144,7 +145,7 @@ class Traffic:
         scale = {_MEAN: 1 / self._shard.size, _SUM: 1.0}.get(_kind(op))
         table = table.view(self._shard.size, -1)
         items = self._sorter.for_owners(unit, table)
-        trip = reduce_scatter.rounds(items, table, out, self._shard, self._factor(scale, op))
+        trip = ReduceScatter().rounds(items, table, out, self._shard, self._factor(scale, op))
         self.steps.submitted(self._go(self._sequencer, unit, trip, out), last=False)
         self._seen(out)
 

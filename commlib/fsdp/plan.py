@@ -12,6 +12,7 @@ from commlib.codecs.registry import make, make_plain
 from commlib.exchange import reduce_scatter
 from commlib.exchange.hierarchy import Hierarchy, refuse
 from commlib.exchange.layer_task import Stripe
+from commlib.exchange.reduce_scatter import ReduceScatter
 from commlib.groups.world import World
 from commlib.planning.plan import Plan, PlannedLayer
 from commlib.planning.planner import make_plan
@@ -103,7 +104,7 @@ def _alone(rule: Rule) -> Rule:
     if exchange.strip() not in ("", TO_OWNERS):
         raise ValueError(f"{rule}: gradients of a sharded model go to their owners, by no other exchange: name a codec")
     probe = LayerSpec("any", (64, 64))
-    if why := reduce_scatter.refuse(codec, probe):
+    if why := ReduceScatter().refuse(codec, probe):
         raise ValueError(f"{codec} is not for sharded models: {why}")
     return Route("gather", codec)
 

@@ -15,6 +15,7 @@ into it. All ranks multiply the same rows in the same order, so their bits are e
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Generator, Sequence
 
@@ -22,25 +23,58 @@ import torch
 from torch import Tensor
 
 from commlib.codecs.base import Compressor, LayerSpec
+from commlib.exchange.base import Exchange
 from commlib.exchange.collectives import AllReduce, Collective, Payers, Rounds
 from commlib.exchange.factors import payload
-from commlib.exchange.factors.delivery import ToAll
+from commlib.exchange.factors.delivery import Sending, ToAll
 from commlib.exchange.factors.payload import Payload, Room
 from commlib.exchange.factors.rounds import Again, First, Trip
 from commlib.exchange.factors.tap import Rows
-from commlib.exchange.layer_task import Item, Stripe
+from commlib.exchange.layer_task import Item
 from commlib.groups.world import World
 
-ROUNDS = 2
+
+class RowExchange(Exchange):
+    """Base of the exchanges of the rows that a linear layer's gradient is made of (:mod:`commlib.exchange.factors`)."""
+
+    def refuse(self, codec: Compressor, spec: LayerSpec) -> str | None:
+        """For the weight and bias of linear layers; rows may be compressed by what keeps no memory."""
+        if (reason := payload.refuse(codec)) is not None:
+            return reason
+        if spec.layer is None:
+            return "its gradient has no factors: it is not of an nn.Linear of its own"
+        return None
+
+    @abc.abstractmethod
+    def sending(self, codec: Compressor, n: int, m: int, world: World) -> Sending:
+        """What sends the rows of a layer with weight (n, m) to other ranks."""
 
 
-def refuse(codec: Compressor, spec: LayerSpec) -> str | None:
-    """For the weight and bias of linear layers; rows may be compressed by what keeps no memory."""
-    if (reason := payload.refuse(codec)) is not None:
-        return reason
-    if spec.layer is None:
-        return "its gradient has no factors: it is not of an nn.Linear of its own"
-    return None
+class FactorExchange(RowExchange):
+    """Sufficient-factor broadcasting: the rows of every rank to every rank, and one product there."""
+
+    name = "factors"
+    ROUNDS = 2
+
+    def sending(self, codec: Compressor, n: int, m: int, world: World) -> ToAll:
+        """To all ranks, of a layer with weight (N, M)."""
+        return ToAll(Payload(n, m, None if codec.lossless else codec), world)
+
+    def wire_bytes(self, codec: Compressor, spec: LayerSpec, world: int) -> float:
+        """Bytes a rank sends a step: (P − 1)·K(M + N) values for a weight, 0 for a bias; NaN while K is unknown."""
+        if spec.kind != "linear.weight":
+            return 0.0
+        if spec.rows is None:
+            return math.nan
+        room = Room(spec.rows, spec.dtype if codec.lossless else Room.dtype)
+        return self.sending(codec, *spec.matrix, World(0, world)).busiest(room)
+
+    def rounds(self, items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
+        """Collect the rows, and multiply them."""
+        for item in (yield from collect(items, world)):
+            with item.meter.phase("decompress"):
+                grad = item.grad.view(item.spec.shape)
+                multiply(trip_of(item).everyone(), grad, weight=item.spec.kind == "linear.weight")
 
 
 def collect(items: Sequence[Item], world: World) -> Generator[list[Collective], None, list[Item]]:
@@ -107,31 +141,3 @@ def _add(item: Item, rows: Rows | None) -> None:
     u, v = rows
     grad = item.grad.view(item.spec.shape)
     grad.add_((v.sum(0) if item.spec.kind != "linear.weight" else v.t() @ u).to(grad.dtype))
-
-
-def sending(codec: Compressor, n: int, m: int, world: World) -> ToAll:
-    """To all ranks, of a layer with weight (N, M)."""
-    return ToAll(Payload(n, m, None if codec.lossless else codec), world)
-
-
-def wire_bytes(codec: Compressor, spec: LayerSpec, world: int) -> float:
-    """Bytes a rank sends a step: (P − 1)·K(M + N) values for a weight, nothing for a bias; NaN while K is unknown."""
-    if spec.kind != "linear.weight":
-        return 0.0
-    if spec.rows is None:
-        return math.nan
-    room = Room(spec.rows, spec.dtype if codec.lossless else Room.dtype)
-    return sending(codec, *spec.matrix, World(0, world)).busiest(room)
-
-
-def owned(codec: Compressor, spec: LayerSpec, world: World) -> Stripe | None:
-    """No rank owns a part."""
-    return None
-
-
-def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
-    """Collect the rows, and multiply them."""
-    for item in (yield from collect(items, world)):
-        with item.meter.phase("decompress"):
-            grad = item.grad.view(item.spec.shape)
-            multiply(trip_of(item).everyone(), grad, weight=item.spec.kind == "linear.weight")

@@ -292,7 +292,7 @@ class FactorLayers:
         if name not in self._trips:
             weight, route = self._taps[name].module.weight, self._routes[name]
             n, m = weight.shape
-            sending = BY_ROWS[route.exchange](route.codec, n, m, self._world)
+            sending = BY_ROWS[route.exchange].sending(route.codec, n, m, self._world)
             seeds = functools.partial(self._seeds_of, name, route.codec)
             self._trips[name] = Trip(sending, self._habits[name], weight.device, seeds)
         return self._trips[name]

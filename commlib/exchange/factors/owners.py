@@ -24,63 +24,60 @@ from commlib.codecs.base import Compressor, LayerSpec
 from commlib.exchange.buffers import Packing, rows
 from commlib.exchange.collectives import AllGather, Rounds
 from commlib.exchange.factors import broadcast
+from commlib.exchange.factors.broadcast import FactorExchange, RowExchange
 from commlib.exchange.factors.delivery import Shares, ToOwners
 from commlib.exchange.factors.payload import Room
-from commlib.exchange.layer_task import Item, Stripe, payers
+from commlib.exchange.layer_task import Item, payers
 from commlib.groups.world import World
 
-ROUNDS = broadcast.ROUNDS + 1
 
+class OwnerExchange(RowExchange):
+    """Rows to the owners of a layer's blocks, and the blocks to everybody."""
 
-def sending(codec: Compressor, n: int, m: int, world: World) -> ToOwners:
-    """To the owners of a layer with weight (N, M)."""
-    return ToOwners(n, m, world)
+    name = "owners"
+    ROUNDS = FactorExchange.ROUNDS + 1
 
+    def sending(self, codec: Compressor, n: int, m: int, world: World) -> ToOwners:
+        """To the owners of a layer with weight (N, M)."""
+        return ToOwners(n, m, world)
 
-def refuse(codec: Compressor, spec: LayerSpec) -> str | None:
-    """For the weight and bias of linear layers, and nothing but ``none``."""
-    if not codec.lossless:
-        return "owners sends rows and blocks as they are, nothing compressed: rows by a codec go over factors"
-    return broadcast.refuse(codec, spec)
+    def refuse(self, codec: Compressor, spec: LayerSpec) -> str | None:
+        """For the weight and bias of linear layers, and nothing but ``none``."""
+        if not codec.lossless:
+            return "owners sends rows and blocks as they are, nothing compressed: rows by a codec go over factors"
+        return super().refuse(codec, spec)
 
+    def wire_bytes(self, codec: Compressor, spec: LayerSpec, world: int) -> float:
+        """Bytes the busiest rank sends a step; NaN for a weight while K is unknown.
 
-def wire_bytes(codec: Compressor, spec: LayerSpec, world: int) -> float:
-    """Bytes the busiest rank sends a step; NaN for a weight while K is unknown.
+        (P − 1)·K(M + N/P) + (P − 1)/P·NM values for a weight with N ≥ M, the other way round for another, and (P −
+        1)/P·N for a bias; a little more where P does not divide N.
+        """
+        if spec.kind != "linear.weight":
+            return (world - 1) * -(-spec.numel // world) * spec.dtype.itemsize
+        if spec.rows is None:
+            return math.nan
+        made = self.sending(codec, *spec.matrix, World(0, world))
+        return made.busiest(Room(spec.rows, spec.dtype), spec.dtype)
 
-    (P − 1)·K(M + N/P) + (P − 1)/P·NM values for a weight with N ≥ M, the other way round for another, and (P − 1)/P·N
-    for a bias; a little more where P does not divide N.
-    """
-    if spec.kind != "linear.weight":
-        return (world - 1) * -(-spec.numel // world) * spec.dtype.itemsize
-    if spec.rows is None:
-        return math.nan
-    made = sending(codec, *spec.matrix, World(0, world))
-    return made.busiest(Room(spec.rows, spec.dtype), spec.dtype)
-
-
-def owned(codec: Compressor, spec: LayerSpec, world: World) -> Stripe | None:
-    """A rank's block is encoded by nothing that keeps a memory."""
-    return None
-
-
-def rounds(items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
-    """Collect the rows, multiply this rank's blocks, and gather all."""
-    here = yield from broadcast.collect(items, world)
-    if not here:
-        return
-    parts = [_parts(item, world.size) for item in here]
-    lengths = [max(p.numel() for p in own) * item.grad.itemsize for item, own in zip(here, parts, strict=True)]
-    packing = Packing(lengths)
-    mine = here[0].arena.bytes(packing.total, here[0].grad.device)
-    for item, own, room in zip(here, parts, packing.slices(mine), strict=True):
-        with item.meter.phase("decompress"):
-            _make(item, world, _like(own[world.rank], room))
-    gathered = here[0].arena.bytes(world.size * len(mine), mine.device)
-    yield [AllGather(gathered, mine, payers(here, lengths))]
-    for j, row in enumerate(rows(gathered, world.size)):
-        for item, own, room in zip(here, parts, packing.slices(row), strict=True):
+    def rounds(self, items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
+        """Collect the rows, multiply this rank's blocks, and gather all."""
+        here = yield from broadcast.collect(items, world)
+        if not here:
+            return
+        parts = [_parts(item, world.size) for item in here]
+        lengths = [max(p.numel() for p in own) * item.grad.itemsize for item, own in zip(here, parts, strict=True)]
+        packing = Packing(lengths)
+        mine = here[0].arena.bytes(packing.total, here[0].grad.device)
+        for item, own, room in zip(here, parts, packing.slices(mine), strict=True):
             with item.meter.phase("decompress"):
-                own[j].copy_(_like(own[j], room))
+                _make(item, world, _like(own[world.rank], room))
+        gathered = here[0].arena.bytes(world.size * len(mine), mine.device)
+        yield [AllGather(gathered, mine, payers(here, lengths))]
+        for j, row in enumerate(rows(gathered, world.size)):
+            for item, own, room in zip(here, parts, packing.slices(row), strict=True):
+                with item.meter.phase("decompress"):
+                    own[j].copy_(_like(own[j], room))
 
 
 def _shares(item: Item, size: int) -> Shares:

@@ -9,9 +9,9 @@ from torch import Tensor
 from commlib.codecs.base import Seeds
 from commlib.codecs.registry import make
 from commlib.codecs.slots import Memory
-from commlib.exchange import push_pull
 from commlib.exchange.collectives import Among, PushPull
 from commlib.exchange.layer_task import Item
+from commlib.exchange.push_pull import PushPullExchange
 from commlib.groups.world import World
 from commlib.planning.route import resolve
 from commlib.planning.simulate import exchange_once
@@ -25,7 +25,7 @@ def item(grad: Tensor, name: str = "layer") -> Item:
 
 
 def asked(items: list[Item], world: World) -> list[PushPull]:
-    (batch,) = push_pull.rounds(items, world, None)  # one round, and nothing to compute after it
+    (batch,) = PushPullExchange().rounds(items, world, None)  # one round, and nothing to compute after it
     calls = [c.call for c in batch if isinstance(c, Among) and c.scope == "servers"]
     assert len(calls) == len(batch) == len(items)
     return [c for c in calls if isinstance(c, PushPull)]
@@ -61,14 +61,14 @@ def test_what_is_pushed_lies_in_the_same_memory_in_every_step() -> None:
 
 def test_a_rank_sends_the_gradient_once_however_many_there_are() -> None:
     spec = LayerSpec("x", (300, 64))
-    assert {push_pull.wire_bytes(make("none"), spec, world) for world in (1, 2, 64)} == {4.0 * 300 * 64}
-    assert push_pull.owned(make("none"), spec, World(0, 2)) is None
+    assert {PushPullExchange().wire_bytes(make("none"), spec, world) for world in (1, 2, 64)} == {4.0 * 300 * 64}
+    assert PushPullExchange().owned(make("none"), spec, World(0, 2)) is None
 
 
 def test_codecs_and_dtypes_that_servers_do_not_add_up_are_refused() -> None:
     spec = LayerSpec("x", (8, 8))
-    assert push_pull.refuse(make("none"), spec) is None
-    assert "as they are" in str(push_pull.refuse(make("onebit"), spec))
+    assert PushPullExchange().refuse(make("none"), spec) is None
+    assert "as they are" in str(PushPullExchange().refuse(make("onebit"), spec))
     with pytest.raises(ValueError, match=r"onebit.* cannot go over push_pull: servers add up gradients as they are"):
         resolve("onebit@push_pull", 2)
 

@@ -12,6 +12,7 @@ from commlib.codecs.registry import make
 from commlib.exchange import reduce_scatter
 from commlib.exchange.collectives import AllToAll
 from commlib.exchange.layer_task import Item
+from commlib.exchange.reduce_scatter import ReduceScatter
 from commlib.groups.world import World
 from commlib.planning.route import Route, resolve
 from commlib.telemetry.stats import Meter
@@ -49,7 +50,7 @@ def exchanged(
             for i, s in enumerate(specs)
         ]
         outs.append(torch.full((row.length,), torch.nan))
-        trips.append(reduce_scatter.rounds(items, table, outs[-1], World(rank, world), 1 / world))
+        trips.append(ReduceScatter().rounds(items, table, outs[-1], World(rank, world), 1 / world))
         under_way.append(next(trips[-1]))
     for (call,) in under_way:
         assert isinstance(call, AllToAll)
@@ -109,9 +110,9 @@ def test_uncompressed_is_the_mean_added_in_rank_order(shapes: list[tuple[int, ..
 
 
 def test_a_codec_whose_memory_has_no_rows_is_refused() -> None:
-    assert "cannot be shared out by rows" in (reduce_scatter.refuse(make("powersgd"), LayerSpec("w", (64, 64))) or "")
-    assert reduce_scatter.refuse(make("onebit"), LayerSpec("w", (64, 64))) is None
-    assert "scalar" in (reduce_scatter.refuse(make("onebit"), LayerSpec("w", ())) or "")
+    assert "cannot be shared out by rows" in (ReduceScatter().refuse(make("powersgd"), LayerSpec("w", (64, 64))) or "")
+    assert ReduceScatter().refuse(make("onebit"), LayerSpec("w", (64, 64))) is None
+    assert "scalar" in (ReduceScatter().refuse(make("onebit"), LayerSpec("w", ())) or "")
 
 
 def test_replicas_cannot_take_it() -> None:
@@ -123,4 +124,4 @@ def test_replicas_cannot_take_it() -> None:
 
 def test_wire_bytes_are_those_of_the_rank_that_sends_most() -> None:
     spec = LayerSpec("w", (5, 8))  # 3 + 2 rows on two ranks: the second sends three
-    assert reduce_scatter.wire_bytes(make("none"), spec, 2) == 3 * 8 * 4
+    assert ReduceScatter().wire_bytes(make("none"), spec, 2) == 3 * 8 * 4

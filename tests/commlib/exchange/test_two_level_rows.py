@@ -70,7 +70,7 @@ def test_in_one_bucket_some_layers_go_by_rows_and_some_over_two_levels(name, nod
     trips, buckets, true = [], [], []
     for rank, habit in enumerate(habits):
         habit.expect(room)  # too little for some: then they gather again, or sum the matrices
-        trip = Trip(BY_ROWS[name](NONE, *SHAPE, World(rank, size)), habit, CPU)
+        trip = Trip(BY_ROWS[name].sending(NONE, *SHAPE, World(rank, size)), habit, CPU)
         u, v = (torch.randn(counts[rank], n, generator=gen) for n in SHAPE[::-1])
         trip.start([(u, v)] if counts[rank] else [], False, start)
         trip.late = late and rank == 1

@@ -103,7 +103,7 @@ def exchange(name: str, step: Step, dtype: torch.dtype = torch.float32) -> tuple
     for rank, rows in enumerate(had):
         habit, world = Habit(), World(rank, size)
         habit.saw(step.room, dtype)
-        trip = Trip(BY_ROWS[name](NONE, step.n, step.m, world), habit, CPU)
+        trip = Trip(BY_ROWS[name].sending(NONE, step.n, step.m, world), habit, CPU)
         trip.start(rows, rank == step.dirty, meeting)
         trip.late = rank == step.late
         trips.append(trip)
@@ -168,7 +168,7 @@ def test_the_plan_s_bytes_are_those_that_the_busiest_rank_sends(
     bias = LayerSpec("bias", (step.n,), kind="bias", layer="fc")
     carry = EXCHANGES[name].wire_bytes
     predicted = carry(NONE, spec, size) + carry(NONE, bias, size)
-    sending = BY_ROWS[name](NONE, step.n, step.m, World(size - 1, size))
+    sending = BY_ROWS[name].sending(NONE, step.n, step.m, World(size - 1, size))
     ring = 2 * (size - 1) / size * step.n * step.m * 4
     if sending.busiest(Room(rows)) + 16 * (size - 1) >= ring:
         return  # the matrices are summed

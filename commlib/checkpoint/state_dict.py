@@ -19,7 +19,7 @@ from commlib.codecs.base import LayerSpec, Slot
 from commlib.codecs.memory_store import MemoryStore
 from commlib.codecs.slots import NODE, OWNER
 from commlib.errors import CheckpointMismatch
-from commlib.exchange.hierarchy import Hierarchy, Share, share
+from commlib.exchange.hierarchy import Hierarchy, HierarchyShare, share
 from commlib.groups.world import World
 from commlib.planning.plan import Plan, PlannedLayer
 
@@ -126,7 +126,7 @@ def needed_slots(plan: Plan, world: World, hierarchy: Hierarchy | None) -> dict[
 _Entry = tuple[str, str, Slot, Tensor, int]  # layer, key, slot, value, first row
 
 
-def _own(entries: Mapping[str, Any], plan: Plan, shares: Mapping[str, Share], *, same: bool) -> list[_Entry]:
+def _own(entries: Mapping[str, Any], plan: Plan, shares: Mapping[str, HierarchyShare], *, same: bool) -> list[_Entry]:
     """All that this rank had and can use; checked, so that restoring cannot fail.
 
     Args:
@@ -168,7 +168,7 @@ def _of_another_route(spec: LayerSpec, key: str, entry: Mapping[str, Any]) -> tu
     return Slot(shape, "pending"), start
 
 
-def _expected(layer: PlannedLayer, part: Share) -> dict[str, tuple[Slot, int]]:
+def _expected(layer: PlannedLayer, part: HierarchyShare) -> dict[str, tuple[Slot, int]]:
     expected: dict[str, tuple[Slot, int]] = {}
     for route in (layer.dense, layer.route):
         expected.update({part.prefix + k: (s, part.start) for k, s in route.codec.slots(part.spec).items()})
@@ -179,7 +179,9 @@ def _expected(layer: PlannedLayer, part: Share) -> dict[str, tuple[Slot, int]]:
     return expected
 
 
-def _carry_over(layer: PlannedLayer, old: Sequence[Mapping[str, Any]], nodes: int, part: Share) -> Iterator[_Entry]:
+def _carry_over(
+    layer: PlannedLayer, old: Sequence[Mapping[str, Any]], nodes: int, part: HierarchyShare
+) -> Iterator[_Entry]:
     """The slots of one layer on a rank of the new world, from those of all ranks of the old one."""
     name, spec = layer.spec.name, layer.spec
     wanted = {**layer.dense.codec.slots(part.spec), **layer.route.codec.slots(part.spec)}

@@ -23,15 +23,15 @@ from torch import Tensor
 from commlib.codecs.base import LayerSpec, Memory, Seeds
 from commlib.codecs.memory_store import MemoryStore
 from commlib.exchange import dense, two_level
-from commlib.exchange.buffers import Arena
+from commlib.exchange.buffers import StepBuffers
 from commlib.exchange.chunking import Routes, in_parts
 from commlib.exchange.collectives import AllReduce, Payers, Rounds, lockstep
 from commlib.exchange.factors.layers import FactorLayers
 from commlib.exchange.fusion import riding
 from commlib.exchange.hierarchy import Hierarchy, share
-from commlib.exchange.layer_task import Item, SharedMeters
+from commlib.exchange.layer_task import LayerTask, SharedMeters
 from commlib.exchange.registry import EXCHANGES
-from commlib.exchange.step_commit import Steps
+from commlib.exchange.step_commit import StepCommit
 from commlib.groups.world import World
 from commlib.monitoring.error_norms import Gauge
 from commlib.planning.plan import Plan
@@ -90,7 +90,7 @@ class PlainBuckets:
             return None
         return plain
 
-    def note(self, bucket: Any, plan: Plan, items: Sequence[Item]) -> None:
+    def note(self, bucket: Any, plan: Plan, items: Sequence[LayerTask]) -> None:
         """Keep this bucket, if it is plain and will be while the plan is in force.
 
         Args:
@@ -111,7 +111,7 @@ LARGE = 1 << 16
 """Values: of a smaller layer they are read as fast as its scales are found."""
 
 
-def spans(buffer: Tensor, items: Sequence[Item]) -> list[tuple[Tensor, Sequence[Tensor]]]:
+def spans(buffer: Tensor, items: Sequence[LayerTask]) -> list[tuple[Tensor, Sequence[Tensor]]]:
     """A bucket in consecutive pieces, each with the scales that vouch for it; none if only its values can.
 
     Args:
@@ -151,7 +151,7 @@ class Sorter:
         world: World,
         levels: Hierarchy | None,
         store: MemoryStore,
-        steps: Steps,
+        steps: StepCommit,
         *,
         dense_steps: int,
         seed: int,
@@ -164,7 +164,7 @@ class Sorter:
         self.meters = {s.name: Meter(s.device, s.name) for s in specs}
         self._nodes = world.size if levels is None else levels.inter.size
         self._dense_steps, self._seed = dense_steps, seed
-        self._arenas: dict[tuple[str, int], Arena] = {}
+        self._arenas: dict[tuple[str, int], StepBuffers] = {}
         self._parts: dict[tuple[str, int], Meter] = {}
 
     def plain(self, bucket: Any, plan: Plan) -> PlainBucket | None:
@@ -185,7 +185,7 @@ class Sorter:
         buffer = bucket.buffer()
         if buffer.is_sparse:
             return [self.checked(self._sparse(names[0], buffer, plan), buffer)]
-        routes: dict[str, list[Item]] = {}
+        routes: dict[str, list[LayerTask]] = {}
         for name, grad in zip(names, bucket.gradients(), strict=True):
             route = self._route(plan, name)
             routes.setdefault(route.exchange, []).append(self._item(plan, name, route, grad, factors))
@@ -199,7 +199,7 @@ class Sorter:
         *parts, last = [self._lending(riding(trip, self._world, self._shared.of, go), trip) for trip in trips]
         return [*parts, self.checked(last, buffer, [item for items in routes.values() for item in items])]
 
-    def checked(self, rounds: Rounds, buffer: Tensor, items: Sequence[Item] = ()) -> Rounds:
+    def checked(self, rounds: Rounds, buffer: Tensor, items: Sequence[LayerTask] = ()) -> Rounds:
         """A bucket's last exchange, at whose end it is seen whether all of the bucket is finite, if that matters."""
         yield from rounds
         if self._steps.watched:
@@ -222,7 +222,7 @@ class Sorter:
         spec, route = self._specs[name], self._route(plan, name)
         self._store.memory(spec, {})
         seeds, none = Seeds(self._seed, self._steps.count, name), Memory({}, {})
-        item = Item(spec, route.codec, grad, none, seeds, self.meters[name], none)
+        item = LayerTask(spec, route.codec, grad, none, seeds, self.meters[name], none)
         yield from EXCHANGES[route.exchange].rounds([item], self._world, None)
 
     def _exchange(self, routes: Routes, *, whole: Tensor | None) -> Rounds:
@@ -234,15 +234,15 @@ class Sorter:
         for item in (i for items in routes.values() for i in items):
             self._arenas[item.spec.name, item.part.index] = item.arena
 
-    def _own(self, layer: str, part: int) -> tuple[Arena, Meter]:
+    def _own(self, layer: str, part: int) -> tuple[StepBuffers, Meter]:
         """Of a part, for good: threads may be at work on several parts of a layer, and a meter is one thread's."""
         if (layer, part) not in self._parts:
             whole = self.meters[layer]
             self._parts[layer, part] = Meter.of_all(whole.device, [(whole, 1)])
         return self._arena(layer, part), self._parts[layer, part]
 
-    def _arena(self, layer: str, part: int) -> Arena:
-        arena = self._arenas.pop((layer, part), None) or Arena()
+    def _arena(self, layer: str, part: int) -> StepBuffers:
+        arena = self._arenas.pop((layer, part), None) or StepBuffers()
         arena.rewind()
         return arena
 
@@ -253,7 +253,7 @@ class Sorter:
         codec = planned.route.codec.at(step - self._dense_steps)
         return planned.route if codec is planned.route.codec else Route(planned.route.exchange, codec)
 
-    def _item(self, plan: Plan, name: str, route: Route, grad: Tensor, factors: FactorLayers | None) -> Item:
+    def _item(self, plan: Plan, name: str, route: Route, grad: Tensor, factors: FactorLayers | None) -> LayerTask:
         spec, codec, meter = self._specs[name], route.codec, self.meters[name]
         if spec.dtype != grad.dtype:  # DDP's mixed precision reduces in another dtype
             spec = dataclasses.replace(spec, dtype=grad.dtype)
@@ -272,10 +272,10 @@ class Sorter:
         if self.gauge.on:
             self.gauge.note(name, codec, grad, memory, self._steps.count)
         seeds = Seeds(self._seed, self._steps.count, name)
-        return Item(spec, codec, grad, memory, seeds, meter, owner, trip, self._arena(name, 0))
+        return LayerTask(spec, codec, grad, memory, seeds, meter, owner, trip, self._arena(name, 0))
 
 
-def two_levels(routes: Mapping[str, Sequence[Item]], plan: Plan, world: World, hierarchy: Hierarchy) -> Rounds:
+def two_levels(routes: Mapping[str, Sequence[LayerTask]], plan: Plan, world: World, hierarchy: Hierarchy) -> Rounds:
     """A bucket's rounds under a hierarchy; the plan is looked at before the first, and may change once all are through.
 
     Args:

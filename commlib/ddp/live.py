@@ -24,7 +24,7 @@ from commlib.errors import PeerLost
 from commlib.exchange.factors.layers import FactorLayers
 from commlib.exchange.hierarchy import Hierarchy
 from commlib.exchange.sequencer import Sequencer
-from commlib.exchange.step_commit import Steps
+from commlib.exchange.step_commit import StepCommit
 from commlib.groups.handshake import agree, meeting_place, publish_failure
 from commlib.groups.world import World
 from commlib.monitoring.log import Loggable
@@ -53,7 +53,7 @@ class Live(Loggable):
     _terms: Mapping[str, object]
     _plan: Plan
     _store: MemoryStore
-    _steps: Steps
+    _steps: StepCommit
     _sorter: Sorter
     _wiring: Wiring
     _lookout: Lookout | None = None

@@ -20,7 +20,7 @@ from commlib.ddp.observer import Buckets, Fence, Lookout, visible
 from commlib.ddp.resources import Wiring
 from commlib.errors import PeerLost, check_numbers
 from commlib.exchange.rate_limit import RateLimit, check_limit
-from commlib.exchange.step_commit import Steps
+from commlib.exchange.step_commit import StepCommit
 from commlib.groups.handshake import agree, answer_roll_call, meeting_place, publish_failure
 from commlib.groups.process_groups import deadline, group_of
 from commlib.groups.world import World
@@ -97,7 +97,7 @@ class HookState(Live):
             setup = self._setup(module, compressor)
             check_limit(limit, setup.device, deadline(self._group, setup.device))
             self._scale, self._store = LossScale(scaler, module), MemoryStore()
-            self._steps = Steps(self._store)
+            self._steps = StepCommit(self._store)
             kept: dict[str, Any] = {"dense_steps": dense_steps, "seed": seed}
             self._sorter = Sorter(setup.specs, self.world, self._levels, self._store, self._steps, **kept)
             factors = self._layers(module, setup)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from commlib.codecs.base import Compressor, LayerSpec
 from commlib.exchange.collectives import Rounds
-from commlib.exchange.layer_task import Item, Stripe
+from commlib.exchange.layer_task import LayerTask, Stripe
 from commlib.groups.world import World
 
 
@@ -42,7 +42,7 @@ class Exchange(Carrier):
     """Base of the exchanges that leave all ranks with the mean."""
 
     @abc.abstractmethod
-    def rounds(self, items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
+    def rounds(self, items: Sequence[LayerTask], world: World, buffer: Tensor | None) -> Rounds:
         """Replace each item's gradient by the mean over ranks; bitwise the same on every rank.
 
         Args:

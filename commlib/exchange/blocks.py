@@ -14,9 +14,9 @@ from torch import Tensor
 from commlib.codecs.base import Compressor, LayerSpec
 from commlib.codecs.cooperative import Blockwise, clear, magnitudes, poison, spread, take
 from commlib.exchange.base import Exchange
-from commlib.exchange.buffers import Arena
+from commlib.exchange.buffers import StepBuffers
 from commlib.exchange.collectives import AllReduce, Rounds
-from commlib.exchange.layer_task import Item, payers
+from commlib.exchange.layer_task import LayerTask, payers
 from commlib.groups.world import World
 
 
@@ -38,7 +38,7 @@ class BlocksExchange(Exchange):
         values = found.blocks(spec) + found.count(spec) * found.length(spec)
         return 2 * (world - 1) / world * 4 * values
 
-    def rounds(self, items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
+    def rounds(self, items: Sequence[LayerTask], world: World, buffer: Tensor | None) -> Rounds:
         """Sum the sizes of what is held; choose; sum what is chosen. What is not stays in the residual.
 
         The sizes are exchanged in every order, fifo and random too: so a value that is not finite is heard of on every
@@ -80,7 +80,7 @@ class BlocksExchange(Exchange):
                 item.finish(out)
 
 
-def _side_by_side(lengths: Sequence[int], arena: Arena, device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
+def _side_by_side(lengths: Sequence[int], arena: StepBuffers, device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
     """Float32 vectors as one, and as views of it."""
     whole = arena.empty((sum(lengths),), torch.float32, device)
     return whole, torch.split(whole, list(lengths))

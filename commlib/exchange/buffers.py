@@ -16,7 +16,7 @@ from commlib.runtime import scratch
 T = TypeVar("T")
 
 
-class Arena:
+class StepBuffers:
     """The tensors that one exchange asks for, in the order in which it does: the same in every step.
 
     Where it does not, as after a change of plan, the tensor is made anew.

@@ -15,8 +15,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from commlib.exchange.buffers import Arena
-from commlib.exchange.layer_task import Item, Part
+from commlib.exchange.buffers import StepBuffers
+from commlib.exchange.layer_task import ChunkIndex, LayerTask
 from commlib.telemetry.stats import Meter
 
 SIZE = 32 << 20
@@ -25,10 +25,10 @@ SIZE = 32 << 20
 _CUT = ("dense", "gather", "scatter_gather")
 """Exchanges that heed an item's part."""
 
-Routes = Mapping[str, Sequence[Item]]
+Routes = Mapping[str, Sequence[LayerTask]]
 
 
-Own = Callable[[str, int], tuple[Arena, Meter]]
+Own = Callable[[str, int], tuple[StepBuffers, Meter]]
 """Of a layer's part: what it has for itself."""
 
 
@@ -44,7 +44,7 @@ def in_parts(routes: Routes, own: Own) -> list[Routes]:
     return [_trip(cut, trips - i) for i in range(trips)]
 
 
-def count(exchange: str, item: Item) -> int:
+def count(exchange: str, item: LayerTask) -> int:
     """In how many parts it travels."""
     if item.grad.nbytes < 2 * SIZE or exchange not in _CUT:
         return 1
@@ -52,19 +52,19 @@ def count(exchange: str, item: Item) -> int:
     return 1 if rows is None else max(1, min(item.grad.nbytes // SIZE, item.spec.shape[0] // rows))
 
 
-def _split(item: Item, parts: int, own: Own) -> list[Item]:
+def _split(item: LayerTask, parts: int, own: Own) -> list[LayerTask]:
     if parts == 1:
         return [item]
     first = item.arena, item.meter
-    return [_part(item, Part(i, parts), *(own(item.spec.name, i) if i else first)) for i in range(parts)]
+    return [_part(item, ChunkIndex(i, parts), *(own(item.spec.name, i) if i else first)) for i in range(parts)]
 
 
-def _part(item: Item, which: Part, arena: Arena, meter: Meter) -> Item:
+def _part(item: LayerTask, which: ChunkIndex, arena: StepBuffers, meter: Meter) -> LayerTask:
     seeds = dataclasses.replace(item.seeds, layer=f"{item.seeds.layer}/part {which.index}")
     return dataclasses.replace(item, part=which, arena=arena, meter=meter, seeds=seeds)
 
 
-def _trip(cut: Mapping[str, Sequence[Sequence[Item]]], left: int) -> Routes:
+def _trip(cut: Mapping[str, Sequence[Sequence[LayerTask]]], left: int) -> Routes:
     """What goes when so many trips are left, this one included."""
     going = {exchange: [parts[-left] for parts in items if len(parts) >= left] for exchange, items in cut.items()}
     return {exchange: items for exchange, items in going.items() if items}

@@ -11,7 +11,7 @@ from commlib.codecs.base import Compressor, LayerSpec
 from commlib.exchange.base import Exchange
 from commlib.exchange.buffers import Packing
 from commlib.exchange.collectives import AllReduce, Payers, Rounds
-from commlib.exchange.layer_task import Item, payers
+from commlib.exchange.layer_task import LayerTask, payers
 from commlib.groups.world import World
 
 
@@ -31,7 +31,7 @@ class DenseExchange(Exchange):
         """Bytes a rank sends a step."""
         return 2 * (world - 1) / world * codec.nbytes(spec)
 
-    def rounds(self, items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
+    def rounds(self, items: Sequence[LayerTask], world: World, buffer: Tensor | None) -> Rounds:
         """Divide by P, all-reduce, decode.
 
         Divided *before* the sum, as DDP does: so the result is DDP's to the last bit where a whole
@@ -40,7 +40,7 @@ class DenseExchange(Exchange):
         if buffer is not None and all(item.codec.lossless and not item.memory.old for item in items):
             yield [mean(buffer, world, payers(items, [item.spec.nbytes for item in items]))]
             return
-        by_dtype: dict[torch.dtype, list[Item]] = {}
+        by_dtype: dict[torch.dtype, list[LayerTask]] = {}
         for item in (each.alone() for each in items):
             dtype = item.codec.reduce_dtype(item.spec)
             if dtype is None:

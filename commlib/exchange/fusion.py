@@ -14,7 +14,7 @@ import torch
 from commlib.codecs.base import LayerSpec, Memory
 from commlib.exchange.chunking import Routes
 from commlib.exchange.collectives import Rounds
-from commlib.exchange.layer_task import Item
+from commlib.exchange.layer_task import LayerTask
 from commlib.exchange.registry import EXCHANGES
 from commlib.groups.world import World
 from commlib.telemetry.stats import Meter
@@ -28,7 +28,7 @@ _CARRIERS = ("low_rank", "scatter_gather", "gather")
 
 
 def riding(
-    routes: Routes, world: World, meter: Callable[[Sequence[Item]], Meter], go: Callable[[Routes], Rounds]
+    routes: Routes, world: World, meter: Callable[[Sequence[LayerTask]], Meter], go: Callable[[Routes], Rounds]
 ) -> Rounds:
     """What goes dense as a passenger of what else there is, if it may; else all as it is.
 
@@ -64,13 +64,13 @@ def _carrier(routes: Routes, world: World) -> str | None:
     return exchange if more[0] - more[1] <= MOST_MORE else None
 
 
-def _spec(items: Sequence[Item]) -> LayerSpec:
+def _spec(items: Sequence[LayerTask]) -> LayerSpec:
     first = items[0].spec
     return LayerSpec(first.name, (sum(item.spec.numel for item in items),), first.dtype, first.device)
 
 
-def _side_by_side(items: Sequence[Item], meter: Meter) -> Item:
+def _side_by_side(items: Sequence[LayerTask], meter: Meter) -> LayerTask:
     """As one layer; its gradient is of any content."""
     first, spec = items[0], _spec(items)
     grad = first.arena.empty(spec.shape, first.grad.dtype, first.grad.device)
-    return Item(spec, first.codec, grad, Memory({}, {}), first.seeds, meter, Memory({}, {}))
+    return LayerTask(spec, first.codec, grad, Memory({}, {}), first.seeds, meter, Memory({}, {}))

@@ -10,7 +10,7 @@ from commlib.codecs.base import Compressor, LayerSpec
 from commlib.exchange.base import Exchange
 from commlib.exchange.buffers import Packing
 from commlib.exchange.collectives import AllGather, Rounds
-from commlib.exchange.layer_task import Item, payers
+from commlib.exchange.layer_task import LayerTask, payers
 from commlib.groups.world import World
 
 
@@ -24,7 +24,7 @@ class GatherExchange(Exchange):
         """Bytes a rank sends a step."""
         return (world - 1) * codec.nbytes(spec)
 
-    def rounds(self, items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
+    def rounds(self, items: Sequence[LayerTask], world: World, buffer: Tensor | None) -> Rounds:
         """Compress, all-gather, sum the decoded payloads: the same bytes in the same order everywhere."""
         items = [item.alone() for item in items]
         layers = tuple((i.codec, i.spec) for i in items)

@@ -23,7 +23,7 @@ _CARRIED = ("dense", "gather", "scatter_gather")
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where a rank runs, as torchrun says it.
 
     Args:
@@ -37,7 +37,7 @@ class Place:
     size: int
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Place:
+    def of(cls, environment: Mapping[str, str]) -> RankPlace:
         """From environment variables.
 
         Raises:
@@ -55,7 +55,7 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
+class HierarchyShare:
     """The rows of a layer that a rank exchanges with others.
 
     Attributes:
@@ -113,10 +113,10 @@ class Hierarchy:
         """The rows of a layer that each local rank exchanges between nodes; a scalar is one row."""
         return stripes(codec, spec, self.local.size)
 
-    def share(self, codec: Compressor, spec: LayerSpec) -> Share:
+    def share(self, codec: Compressor, spec: LayerSpec) -> HierarchyShare:
         """This rank's rows of a layer. ``codec`` is the one planned, in every step: its boundaries are kept."""
         stripe = self.cut(codec, spec)[self.local.rank]
-        return Share(self.inter, stripe.spec, stripe.start, NODE)
+        return HierarchyShare(self.inter, stripe.spec, stripe.start, NODE)
 
     def flat(self) -> str:
         """Why two levels would be no better than one, or an empty text."""
@@ -132,12 +132,12 @@ class Hierarchy:
         return " ".join(",".join(map(str, ranks)) for ranks in self.nodes)
 
 
-def share(route: Routed, spec: LayerSpec, world: World, hierarchy: Hierarchy | None) -> Share:
+def share(route: Routed, spec: LayerSpec, world: World, hierarchy: Hierarchy | None) -> HierarchyShare:
     """What a rank exchanges of a layer, with whom: all of it with all ranks, unless a hierarchy shares it out."""
-    return Share(world, spec) if hierarchy is None or route.by_rows else hierarchy.share(route.codec, spec)
+    return HierarchyShare(world, spec) if hierarchy is None or route.by_rows else hierarchy.share(route.codec, spec)
 
 
-def of_places(places: Sequence[Place], rank: int, *, whole: bool) -> Hierarchy:
+def of_places(places: Sequence[RankPlace], rank: int, *, whole: bool) -> Hierarchy:
     """From where the ranks of a group are.
 
     Args:

@@ -15,7 +15,7 @@ from commlib.telemetry.trace import NONE, Trace
 
 
 @dataclasses.dataclass
-class Trip:
+class InFlightBucket:
     """One bucket under way.
 
     Args:

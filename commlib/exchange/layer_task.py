@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from commlib.codecs.base import Compressor, LayerSpec, Memory, Seeds, scales_of
-from commlib.exchange.buffers import Arena
+from commlib.exchange.buffers import StepBuffers
 from commlib.exchange.collectives import Payers
 from commlib.runtime.scratch import scratch
 from commlib.telemetry.stats import Meter
 
 if TYPE_CHECKING:
-    from commlib.exchange.factors.rounds import Trip
+    from commlib.exchange.factors.rounds import FactorRounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ def cut(spec: LayerSpec, count: int, unit: int) -> tuple[Stripe, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class ChunkIndex:
     """One of so many parts of a layer, which travel one after another (:mod:`commlib.exchange.chunking`)."""
 
     index: int = 0
@@ -55,11 +55,11 @@ class Part:
         return cut(spec, self.count, codec.part_rows(spec) or 1)[self.index]
 
 
-WHOLE = Part()
+WHOLE = ChunkIndex()
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
+class LayerTask:
     """One layer in one step.
 
     Args:
@@ -84,12 +84,12 @@ class Item:
     seeds: Seeds
     meter: Meter
     owner: Memory
-    trip: Trip | None = None
-    arena: Arena = dataclasses.field(default_factory=Arena)
-    part: Part = WHOLE
+    trip: FactorRounds | None = None
+    arena: StepBuffers = dataclasses.field(default_factory=StepBuffers)
+    part: ChunkIndex = WHOLE
     scales: list[Tensor] = dataclasses.field(default_factory=list)
 
-    def alone(self) -> Item:
+    def alone(self) -> LayerTask:
         """Its part as a layer of its own: consecutive rows."""
         if self.part == WHOLE:
             return self
@@ -136,7 +136,7 @@ class SharedMeters:
     def __init__(self) -> None:
         self._made: dict[tuple[str, ...], Meter] = {}
 
-    def of(self, items: Sequence[Item]) -> Meter:
+    def of(self, items: Sequence[LayerTask]) -> Meter:
         """The one of these layers."""
         key = tuple(item.spec.name for item in items)
         if key not in self._made:
@@ -145,6 +145,6 @@ class SharedMeters:
         return self._made[key]
 
 
-def payers(items: Sequence[Item], lengths: Sequence[int]) -> Payers:
+def payers(items: Sequence[LayerTask], lengths: Sequence[int]) -> Payers:
     """Shares of a collective by payload length."""
     return [(item.meter, n) for item, n in zip(items, lengths, strict=True)]

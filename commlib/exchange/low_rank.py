@@ -11,9 +11,9 @@ from commlib.codecs.base import Compressor, LayerSpec
 from commlib.codecs.cooperative import LowRank, thin_product
 from commlib.codecs.error_feedback import ErrorFeedback
 from commlib.exchange.base import Exchange
-from commlib.exchange.buffers import Arena
+from commlib.exchange.buffers import StepBuffers
 from commlib.exchange.collectives import AllReduce, Rounds
-from commlib.exchange.layer_task import Item, payers
+from commlib.exchange.layer_task import LayerTask, payers
 from commlib.groups.world import World
 
 
@@ -33,7 +33,7 @@ class LowRankExchange(Exchange):
         """Bytes a rank sends a step."""
         return 2 * (world - 1) / world * codec.nbytes(spec)
 
-    def rounds(self, items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
+    def rounds(self, items: Sequence[LayerTask], world: World, buffer: Tensor | None) -> Rounds:
         """P = M·basis, averaged; orthogonalised; Q = Mᵀ·P, averaged; the mean gradient is P·Qᵀ.
 
         The residual is M − P·(local Q)ᵀ, what the projection leaves of *this* rank's M. (PyTorch's hook keeps
@@ -83,13 +83,13 @@ class LowRankExchange(Exchange):
 class _Factors:
     """Float32 matrices side by side in one buffer, so that one collective carries them."""
 
-    def __init__(self, shapes: Sequence[tuple[int, int]], arena: Arena, device: torch.device) -> None:
+    def __init__(self, shapes: Sequence[tuple[int, int]], arena: StepBuffers, device: torch.device) -> None:
         sizes = [a * b for a, b in shapes]
         self.flat = arena.empty((sum(sizes),), torch.float32, device)
         self.views = [v.view(s) for v, s in zip(torch.split(self.flat, sizes), shapes, strict=True)]
 
 
-def _with_residual(item: Item) -> Tensor:
+def _with_residual(item: LayerTask) -> Tensor:
     if "residual" in item.memory.old:
         return torch.add(item.work_grad(), item.memory.old["residual"], out=item.memory.new["residual"])
     grad = item.grad.view(item.spec.shape)

@@ -15,7 +15,7 @@ from torch import Tensor
 from commlib.codecs.base import Compressor, LayerSpec
 from commlib.exchange.base import Exchange
 from commlib.exchange.collectives import Among, Collective, PushPull, Rounds
-from commlib.exchange.layer_task import Item
+from commlib.exchange.layer_task import LayerTask
 from commlib.groups.world import World
 from commlib.messaging.frame import DTYPES
 
@@ -38,7 +38,7 @@ class PushPullExchange(Exchange):
         """Bytes a rank sends a step: the gradient, however many ranks there are."""
         return float(spec.nbytes)
 
-    def rounds(self, items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
+    def rounds(self, items: Sequence[LayerTask], world: World, buffer: Tensor | None) -> Rounds:
         """Divide by P, push; what comes is the mean.
 
         Divided *before* the sum, as DDP does: so a sum of finite values is finite, and between two ranks the mean is

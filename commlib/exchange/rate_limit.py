@@ -109,7 +109,7 @@ class RateLimit:
         return f"{show_rate(self.mbit * 1e6)}, bursts of {self.at_once} bytes"
 
 
-class Pacer:
+class TokenBucket:
     """A token bucket: it says when the next bytes may leave.
 
     In any window of time, between any two grants, at most ``bytes_s · window + max(depth, largest grant)`` bytes are

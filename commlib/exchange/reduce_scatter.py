@@ -18,7 +18,7 @@ from commlib.codecs.base import Compressor, LayerSpec
 from commlib.exchange.base import Carrier
 from commlib.exchange.buffers import Packing
 from commlib.exchange.collectives import AllToAll, Rounds
-from commlib.exchange.layer_task import Item, Stripe, payers
+from commlib.exchange.layer_task import LayerTask, Stripe, payers
 from commlib.groups.world import World
 from commlib.runtime.scratch import scratch
 
@@ -55,7 +55,7 @@ class ReduceScatter(Carrier):
         lengths = [codec.nbytes(s.spec) for s in chunks(spec, world)]
         return sum(lengths) - min(lengths)
 
-    def rounds(self, items: Sequence[Item], table: Tensor, out: Tensor, world: World, scale: float) -> Rounds:
+    def rounds(self, items: Sequence[LayerTask], table: Tensor, out: Tensor, world: World, scale: float) -> Rounds:
         """Fills ``out`` with ``scale`` times the sum over ranks of this rank's chunks, decoded and added in rank order.
 
         Args:
@@ -96,7 +96,7 @@ class ReduceScatter(Carrier):
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ReduceScatterLayout:
     """Where layers are in what FSDP2 hands over: one row a rank, in it the padded chunks of all layers one by one.
 
     Attributes:
@@ -108,23 +108,25 @@ class Row:
     length: int
 
     @classmethod
-    def of(cls, specs: Sequence[LayerSpec], world: int) -> Row:
+    def of(cls, specs: Sequence[LayerSpec], world: int) -> ReduceScatterLayout:
         """Of these layers, in this order."""
         ends = list(accumulate((chunks(spec, world)[0].spec.numel for spec in specs), initial=0))
         return cls(tuple(ends[:-1]), ends[-1])
 
 
-def _layout(layers: Sequence[tuple[Compressor, LayerSpec]], world: int) -> tuple[Row, list[Packing]]:
+def _layout(layers: Sequence[tuple[Compressor, LayerSpec]], world: int) -> tuple[ReduceScatterLayout, list[Packing]]:
     stripes = [[(codec, chunks(spec, world)[rank].spec) for codec, spec in layers] for rank in range(world)]
-    return Row.of([spec for _, spec in layers], world), [Packing([c.nbytes(s) for c, s in row]) for row in stripes]
+    return ReduceScatterLayout.of([spec for _, spec in layers], world), [
+        Packing([c.nbytes(s) for c, s in row]) for row in stripes
+    ]
 
 
-def _work(item: Item, x: Tensor) -> Tensor:
+def _work(item: LayerTask, x: Tensor) -> Tensor:
     """In the dtype that the codec works on."""
     return x if x.dtype == torch.float32 or item.codec.lossless else _room(item, x).copy_(x)
 
 
-def _room(item: Item, like: Tensor) -> Tensor:
+def _room(item: LayerTask, like: Tensor) -> Tensor:
     """Itself, or float32 of its shape."""
     if like.dtype == torch.float32 or item.codec.lossless:
         return like

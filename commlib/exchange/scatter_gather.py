@@ -17,7 +17,7 @@ from commlib.codecs.base import Compressor, LayerSpec, Memory
 from commlib.exchange.base import Exchange
 from commlib.exchange.buffers import Packing, rows
 from commlib.exchange.collectives import AllGather, AllToAll, Collective, Rounds
-from commlib.exchange.layer_task import WHOLE, Item, Part, Stripe, cut
+from commlib.exchange.layer_task import WHOLE, ChunkIndex, LayerTask, Stripe, cut
 from commlib.groups.world import World
 from commlib.runtime.scratch import scratch
 
@@ -51,7 +51,7 @@ class ScatterGatherExchange(Exchange):
         """The stripe this rank owns, whose sum it re-encodes with a residual."""
         return stripes(codec, spec, world.size)[world.rank]
 
-    def rounds(self, items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
+    def rounds(self, items: Sequence[LayerTask], world: World, buffer: Tensor | None) -> Rounds:
         """Scatter stripes, sum and re-encode one's own, gather them all; the owner too uses what the others decode."""
         device, arena = items[0].grad.device, items[0].arena
         parts, packings, incoming = yield from scatter(items, world)
@@ -77,7 +77,7 @@ class ScatterGatherExchange(Exchange):
 
 
 def scatter(
-    items: Sequence[Item], world: World
+    items: Sequence[LayerTask], world: World
 ) -> Generator[list[Collective], None, tuple[list[list[Stripe]], list[Packing], list[Tensor]]]:
     """The first half: every stripe to its owner.
 
@@ -107,7 +107,7 @@ def scatter(
     return parts, packings, mine.columns(received, world.size)
 
 
-_Layer = tuple[Compressor, LayerSpec, Part]
+_Layer = tuple[Compressor, LayerSpec, ChunkIndex]
 
 
 def _layout(layers: Sequence[_Layer], world: int) -> tuple[list[list[Stripe]], list[Packing]]:
@@ -120,7 +120,7 @@ def _layout(layers: Sequence[_Layer], world: int) -> tuple[list[list[Stripe]], l
     return parts, [Packing(lengths) for lengths in owners]
 
 
-def _part(codec: Compressor, stripe: Stripe, which: Part) -> Stripe:
+def _part(codec: Compressor, stripe: Stripe, which: ChunkIndex) -> Stripe:
     """A part of a layer has its part of every stripe: so every rank owns some of it, and stripes stay what they are."""
     if which == WHOLE:
         return stripe
@@ -128,7 +128,7 @@ def _part(codec: Compressor, stripe: Stripe, which: Part) -> Stripe:
     return Stripe(stripe.start + part.start, stripe.start + part.stop, part.spec)
 
 
-def _owners(item: Item, part: Stripe, world: World) -> Memory:
+def _owners(item: LayerTask, part: Stripe, world: World) -> Memory:
     """The owner's slots for what travels of its stripe."""
     if item.part == WHOLE:
         return item.owner
@@ -136,7 +136,7 @@ def _owners(item: Item, part: Stripe, world: World) -> Memory:
     return item.owner.rows(part.start - first, part.stop - first)
 
 
-def mean_of_stripe(item: Item, stripe: Stripe, payloads: Tensor, world: World) -> Tensor:
+def mean_of_stripe(item: LayerTask, stripe: Stripe, payloads: Tensor, world: World) -> Tensor:
     """The mean over ranks of this rank's stripe, decoded in rank order."""
     with item.meter.phase("decompress"):
         dtype = item.spec.dtype if item.codec.lossless else torch.float32

@@ -54,12 +54,12 @@ import torch
 from torch import Tensor
 
 from commlib.exchange.collectives import Collective, Scope, scope_of
-from commlib.exchange.in_flight import Trip, through
+from commlib.exchange.in_flight import InFlightBucket, through
 from commlib.telemetry.stats import ranged
 from commlib.telemetry.trace import NONE, Trace
 
 
-class Tracks:
+class GroupTable:
     """For each round, scope → process group.
 
     Args:
@@ -142,10 +142,10 @@ class Sequencer:
         inline: bool,
     ) -> None:
         self.trace: Trace = NONE
-        self.tracks = Tracks(groups)
+        self.tracks = GroupTable(groups)
         self._lost = lost
         self.inline = inline
-        self._queues: list[queue.SimpleQueue[Trip | None]] = []
+        self._queues: list[queue.SimpleQueue[InFlightBucket | None]] = []
         self._threads: list[threading.Thread] = []
         self._streams: dict[torch.device, Any] = {}
         self._failed: BaseException | None = None
@@ -164,7 +164,7 @@ class Sequencer:
         """
         cuda = result.device.type == "cuda"
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[result.device] if cuda else [])
-        trip = Trip(label, rounds, result, future, trace=self.trace)
+        trip = InFlightBucket(label, rounds, result, future, trace=self.trace)
         if cuda:
             stream = self._stream(result.device)
             stream.wait_stream(torch.cuda.current_stream(result.device))
@@ -183,7 +183,7 @@ class Sequencer:
         """Like :meth:`submit`, of a bucket that is one collective of all ranks, with nothing to compute after it."""
         if self.inline or result.device.type == "cuda" or self._failed is not None:
             return self.submit(label, iter([[collective]]), result)
-        trip = Trip(label, iter(()), result, trace=self.trace)
+        trip = InFlightBucket(label, iter(()), result, trace=self.trace)
         self._issue(trip, [collective], 0)
         if trip.works:
             work = trip.works[0][0]
@@ -207,7 +207,7 @@ class Sequencer:
         Returns:
             A future that is done.
         """
-        trip = Trip(label, iter(()), result, trace=self.trace)
+        trip = InFlightBucket(label, iter(()), result, trace=self.trace)
         if self._failed is not None:
             trip.fail(self._failed)
             return trip.future
@@ -236,7 +236,7 @@ class Sequencer:
         return self._failed
 
     def extend(self, more: Sequence[Mapping[Scope, Any]]) -> None:
-        """More process groups, as :meth:`Tracks.extend`."""
+        """More process groups, as :meth:`GroupTable.extend`."""
         if len(more) > len(self.tracks):
             self.close()  # as many threads as there will be lanes start with the next bucket
         self.tracks.extend(more)
@@ -263,7 +263,7 @@ class Sequencer:
         for t in self._threads:
             t.start()
 
-    def _lane(self, lane: int, queues: Sequence[queue.SimpleQueue[Trip | None]]) -> None:
+    def _lane(self, lane: int, queues: Sequence[queue.SimpleQueue[InFlightBucket | None]]) -> None:
         torch.get_num_threads()  # a thread takes PyTorch's setting over when it asks; products before it has other bits
         while (trip := queues[lane - 1].get()) is not None:
             with self._on_stream(trip.result.device):
@@ -275,7 +275,7 @@ class Sequencer:
         for q in queues[lane : lane + 1]:
             q.put(None)
 
-    def _finish_round(self, trip: Trip) -> None:
+    def _finish_round(self, trip: InFlightBucket) -> None:
         """Waits for the works of the last round; a failure becomes the trip's."""
         works, trip.works = trip.works, []
         for work, collective, start in works:
@@ -287,7 +287,7 @@ class Sequencer:
                 return
             trip.came(collective, start)
 
-    def _ended(self, trip: Trip, done: Any) -> None:
+    def _ended(self, trip: InFlightBucket, done: Any) -> None:
         """In the backend's thread: its only collective is through. (The work has not ended: no waiting for that.)"""
         try:
             done.value()
@@ -298,7 +298,7 @@ class Sequencer:
         trip.came(*works[0][1:])
         trip.end()
 
-    def _advance(self, trip: Trip, lane: int) -> None:
+    def _advance(self, trip: InFlightBucket, lane: int) -> None:
         """Computes up to the trip's next round and issues it, or ends the trip."""
         if trip.future.done():  # it failed
             return
@@ -316,7 +316,7 @@ class Sequencer:
             return
         self._issue(trip, batch, 0 if self.inline else lane)
 
-    def _issue(self, trip: Trip, batch: Sequence[Collective], lane: int) -> None:
+    def _issue(self, trip: InFlightBucket, batch: Sequence[Collective], lane: int) -> None:
         """Starts a round's collectives."""
         try:
             trip.works = [(self.tracks.issue(c, lane), c, trip.trace.now()) for c in batch]
@@ -327,7 +327,7 @@ class Sequencer:
         for c in batch:
             self.tracks.count(c, lane)
 
-    def _fail(self, trip: Trip, error: BaseException) -> None:
+    def _fail(self, trip: InFlightBucket, error: BaseException) -> None:
         """After one failure the ranks are out of step for good: every later bucket fails with the same error."""
         with self._failing:  # hook and lanes may fail at once: one roll call is enough
             if self._failed is None:

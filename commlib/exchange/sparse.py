@@ -16,7 +16,7 @@ from commlib.codecs.base import Compressor, LayerSpec, Memory
 from commlib.exchange.base import Exchange
 from commlib.exchange.buffers import Packing
 from commlib.exchange.collectives import AllGather, Rounds, lockstep
-from commlib.exchange.layer_task import Item
+from commlib.exchange.layer_task import LayerTask
 from commlib.groups.world import World
 
 _COUNT = 8  # bytes
@@ -46,7 +46,7 @@ class SparseExchange(Exchange):
         """Unknown before there are rows: see :func:`row_bytes`."""
         return float("nan")
 
-    def rounds(self, items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
+    def rounds(self, items: Sequence[LayerTask], world: World, buffer: Tensor | None) -> Rounds:
         """Each item's ``grad`` is sparse, of one sparse dimension, and becomes the mean in place, coalesced.
 
         Divided *before* rows that are there several times are added up, as DDP does: without a codec the result is that
@@ -60,7 +60,7 @@ def of_rows(spec: LayerSpec, count: int) -> LayerSpec:
     return LayerSpec(spec.name, (count, *spec.shape[1:]), spec.dtype, spec.device)
 
 
-def _one(item: Item, world: World) -> Rounds:
+def _one(item: LayerTask, world: World) -> Rounds:
     own = _part(item.grad, world.size)
     indices, values = own.indices()[0], own.values()
     device, kind = values.device, torch.int32 if item.spec.shape[0] < 1 << 31 else torch.int64
@@ -107,18 +107,18 @@ def _part(grad: Tensor, ranks: int) -> Tensor:
     return part.coalesce()
 
 
-def _packing(item: Item, rows: int, kind: torch.dtype) -> Packing:
+def _packing(item: LayerTask, rows: int, kind: torch.dtype) -> Packing:
     values = item.codec.nbytes(of_rows(item.spec, rows)) if rows else 0
     return Packing([rows * kind.itemsize, values])
 
 
-def _encode(item: Item, values: Tensor, payload: Tensor, rank: int) -> None:
+def _encode(item: LayerTask, values: Tensor, payload: Tensor, rank: int) -> None:
     if len(values):
         work = values if item.codec.lossless else values.float()
         item.codec.compress(work.contiguous(), payload, memory=Memory({}, {}), seed=item.seeds.of(item.codec, rank))
 
 
-def _decode(item: Item, rows: int, payload: Tensor, rank: int) -> Tensor:
+def _decode(item: LayerTask, rows: int, payload: Tensor, rank: int) -> Tensor:
     spec = of_rows(item.spec, rows)
     dtype = spec.dtype if item.codec.lossless else torch.float32
     out = torch.empty(spec.shape, dtype=dtype, device=payload.device)

@@ -17,7 +17,7 @@ _LARGE = 1e30
 """Scales: what is decoded by smaller ones cannot overflow in a sum over ranks."""
 
 
-class Steps:
+class StepCommit:
     """The step under way, bucket by bucket, and how many there were.
 
     A step that came out non-finite on any rank did so on all, for all decode the same bytes; so all ranks decide

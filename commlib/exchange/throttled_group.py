@@ -1,8 +1,8 @@
 """Process groups behind valves: what they send together keeps a limit.
 
-A :class:`Valve` stands in for a process group. Its methods return at once; a thread of its own takes the collectives
-first in, first out, cuts each into pieces, and for each piece waits for the pacer that all valves share, issues it, and
-waits until it is through.
+A :class:`ThrottledGroup` stands in for a process group. Its methods return at once; a thread of its own takes the
+collectives first in, first out, cuts each into pieces, and for each piece waits for the pacer that all valves share,
+issues it, and waits until it is through.
 
 Why the order stays safe:
 
@@ -43,14 +43,14 @@ from torch import Tensor
 
 from commlib.errors import CommlibError
 from commlib.exchange.buffers import rows
-from commlib.exchange.rate_limit import Pacer, RateLimit
+from commlib.exchange.rate_limit import RateLimit, TokenBucket
 
 
 def _nothing() -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class CollectivePiece:
     """A part of a collective that leaves at once.
 
     Args:
@@ -64,7 +64,7 @@ class Piece:
     finish: Callable[[], None] = _nothing
 
 
-def all_reduce(group: Any, tensor: Tensor, most: float, *options: Any) -> Iterator[Piece]:
+def all_reduce(group: Any, tensor: Tensor, most: float, *options: Any) -> Iterator[CollectivePiece]:
     """Slices of ``tensor`` (contiguous), each summed in place.
 
     An all-reduce adds in an order that depends on a value's place, so between three or more ranks a slice's sum may
@@ -81,10 +81,10 @@ def all_reduce(group: Any, tensor: Tensor, most: float, *options: Any) -> Iterat
     flat = tensor.view(-1)
     for a, b in _cuts(len(flat), share * tensor.nbytes, most):
         part = flat[a:b]
-        yield Piece(share * part.nbytes, functools.partial(group.allreduce, [part], *options))
+        yield CollectivePiece(share * part.nbytes, functools.partial(group.allreduce, [part], *options))
 
 
-def all_gather(group: Any, out: Tensor, tensor: Tensor, most: float) -> Iterator[Piece]:
+def all_gather(group: Any, out: Tensor, tensor: Tensor, most: float) -> Iterator[CollectivePiece]:
     """Slices of every rank's ``tensor``, shape (n,), into ``out``, shape (P·n,).
 
     A slice of all ranks does not lie in one place of ``out``: it is copied there when it has come.
@@ -97,12 +97,12 @@ def all_gather(group: Any, out: Tensor, tensor: Tensor, most: float) -> Iterator
         got = out if len(cuts) == 1 else torch.empty(world * (b - a), dtype=out.dtype, device=out.device)
         start = functools.partial(group._allgather_base, got, part)
         places = [] if len(cuts) == 1 else [whole[a:b] for whole in wholes]
-        yield Piece((world - 1) * part.nbytes, start, functools.partial(_place, rows(got, world), places))
+        yield CollectivePiece((world - 1) * part.nbytes, start, functools.partial(_place, rows(got, world), places))
 
 
 def all_to_all(
     group: Any, out: Tensor, tensor: Tensor, out_splits: Sequence[int], splits: Sequence[int], most: float
-) -> Iterator[Piece]:
+) -> Iterator[CollectivePiece]:
     """The same share of every rank's part at a time. ``splits`` must be the same on every rank."""
     own = group.rank()
     outgoing, incoming = torch.split(tensor, list(splits)), torch.split(out, list(out_splits))
@@ -115,7 +115,7 @@ def all_to_all(
         start = functools.partial(group.alltoall_base, got, send, got_sizes, sizes)
         sent = (sum(sizes) - sizes[own]) * tensor.itemsize
         parts = [] if count == 1 else list(torch.split(got, got_sizes))
-        yield Piece(sent, start, functools.partial(_place, parts, places if parts else []))
+        yield CollectivePiece(sent, start, functools.partial(_place, parts, places if parts else []))
 
 
 def _count(length: int, sent: float, most: float) -> int:
@@ -147,17 +147,17 @@ class Throttle:
 
     def __init__(self, limit: RateLimit | None, groups: int) -> None:
         self.limit = limit
-        self._valves: list[Valve] = []
+        self._valves: list[ThrottledGroup] = []
         self._lock = threading.Lock()
         if limit is not None:
             self.piece = limit.at_once / (groups + 1)
-            self._pacer = Pacer(limit.bytes_s, self.piece)
+            self._pacer = TokenBucket(limit.bytes_s, self.piece)
 
     def through(self, group: Any) -> Any:
         """The process group behind a valve, if there is a limit: it must carry nothing else."""
         if self.limit is None:
             return group
-        self._valves.append(Valve(group, self))
+        self._valves.append(ThrottledGroup(group, self))
         return self._valves[-1]
 
     def fit(self) -> None:
@@ -178,7 +178,7 @@ class Throttle:
             valve.join(timeout=5.0)
 
 
-class Work:
+class ThrottledWork:
     """A collective under way, as far as anybody waits for it."""
 
     def __init__(self) -> None:
@@ -197,10 +197,10 @@ class Work:
         self._done.set()
 
 
-class Valve:
+class ThrottledGroup:
     """A process group of which no more leaves than the throttle allows. One thread may fill it at a time.
 
-    It has those methods of a process group that exchanges and probes use; they return a :class:`Work` at once.
+    It has those methods of a process group that exchanges and probes use; they return a :class:`ThrottledWork` at once.
     """
 
     def __init__(self, group: Any, throttle: Throttle) -> None:
@@ -213,16 +213,18 @@ class Valve:
         """Number of ranks."""
         return int(self._group.size())
 
-    def allreduce(self, tensors: Sequence[Tensor], *options: Any) -> Work:
+    def allreduce(self, tensors: Sequence[Tensor], *options: Any) -> ThrottledWork:
         """As the process group's, of one tensor."""
         (tensor,) = tensors
         return self._submit(all_reduce(self._group, tensor, self._throttle.piece, *options))
 
-    def _allgather_base(self, out: Tensor, tensor: Tensor) -> Work:
+    def _allgather_base(self, out: Tensor, tensor: Tensor) -> ThrottledWork:
         """As the process group's."""
         return self._submit(all_gather(self._group, out, tensor, self._throttle.piece))
 
-    def alltoall_base(self, out: Tensor, tensor: Tensor, out_splits: Sequence[int], splits: Sequence[int]) -> Work:
+    def alltoall_base(
+        self, out: Tensor, tensor: Tensor, out_splits: Sequence[int], splits: Sequence[int]
+    ) -> ThrottledWork:
         """As the process group's."""
         most = self._throttle.piece
         return self._submit(all_to_all(self._group, out, tensor, out_splits, splits, most))
@@ -241,8 +243,8 @@ class Valve:
         if self._old is not None:
             self._old.join(timeout)
 
-    def _submit(self, parts: Iterator[Piece]) -> Work:
-        work = Work()
+    def _submit(self, parts: Iterator[CollectivePiece]) -> ThrottledWork:
+        work = ThrottledWork()
         with self._lock:
             if self._thread is None:
                 self._thread = _Thread(self._throttle)
@@ -256,7 +258,7 @@ class _Thread(threading.Thread):
 
     def __init__(self, throttle: Throttle) -> None:
         super().__init__(name="commlib-valve", daemon=True)
-        self.jobs: queue.SimpleQueue[tuple[Iterator[Piece], Work] | None] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[tuple[Iterator[CollectivePiece], ThrottledWork] | None] = queue.SimpleQueue()
         self.stop = threading.Event()
         self._throttle = throttle
 
@@ -272,7 +274,7 @@ class _Thread(threading.Thread):
             work.end(failed)
             del job, parts, work  # or they would keep the tensors until the next one comes
 
-    def _carry_out(self, parts: Iterator[Piece]) -> None:
+    def _carry_out(self, parts: Iterator[CollectivePiece]) -> None:
         for piece in parts:
             if self.stop.wait(self._throttle.take(piece.sent)):
                 raise CommlibError("the hook was closed before this could leave")

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from commlib.exchange.buffers import rows
 from commlib.exchange.collectives import AllGather, AllToAll, Among, Rounds, among, lockstep
-from commlib.exchange.layer_task import Item, Stripe, payers
+from commlib.exchange.layer_task import LayerTask, Stripe, payers
 from commlib.exchange.registry import BY_ROWS, EXCHANGES
 from commlib.groups.world import World
 
@@ -34,7 +34,7 @@ MORE_ROUNDS = 2
 
 
 def rounds(
-    routes: Mapping[str, Sequence[Item]],
+    routes: Mapping[str, Sequence[LayerTask]],
     cuts: Mapping[str, Sequence[Stripe]],
     world: World,
     local: World,
@@ -60,7 +60,7 @@ def rounds(
 
 
 def _two_levels(
-    routes: Mapping[str, Sequence[Item]], cuts: Mapping[str, Sequence[Stripe]], local: World, inter: World
+    routes: Mapping[str, Sequence[LayerTask]], cuts: Mapping[str, Sequence[Stripe]], local: World, inter: World
 ) -> Rounds:
     """The layers that are shared out among a node's ranks, as :func:`rounds`."""
     items = [item for part in routes.values() for item in part]
@@ -107,7 +107,7 @@ def _two_levels(
                 grad[j].copy_(values)
 
 
-def _stripe(item: Item, stripe: Stripe, mean: Tensor) -> Item:
+def _stripe(item: LayerTask, stripe: Stripe, mean: Tensor) -> LayerTask:
     """One layer's stripe on its way between nodes; random codecs draw other numbers for each stripe."""
     spec = dataclasses.replace(stripe.spec, dtype=item.spec.dtype)
     seeds = dataclasses.replace(item.seeds, layer=f"{item.seeds.layer}/rows from {stripe.start}")

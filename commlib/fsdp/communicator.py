@@ -26,7 +26,7 @@ from commlib.exchange.lanes import Siblings, lay, make_sequencer, scopes
 from commlib.exchange.reduce_scatter import ReduceScatter
 from commlib.exchange.registry import EXCHANGES
 from commlib.exchange.sequencer import Sequencer
-from commlib.exchange.step_commit import Steps
+from commlib.exchange.step_commit import StepCommit
 from commlib.exchange.throttled_group import Throttle
 from commlib.fsdp import parameters
 from commlib.fsdp.gradients import Sorter
@@ -85,7 +85,7 @@ class Traffic:
         self._calls = [(g, f"{key}/lost", w) for g, key, w in zip(groups, keys, worlds, strict=True)]
         self.device = units[0].inner.device
         self.store = MemoryStore()
-        self.steps = Steps(self.store)
+        self.steps = StepCommit(self.store)
         names = [name for unit in units for name in unit.names]
         self.meters = {name: Meter(self.device) for name in names}
         self.value_meters = {name: Meter(self.device) for name in names}

@@ -11,10 +11,10 @@ from commlib.codecs.base import LayerSpec, Memory, Seeds
 from commlib.codecs.memory_store import MemoryStore
 from commlib.errors import CommlibError
 from commlib.exchange import reduce_scatter
-from commlib.exchange.buffers import Arena
+from commlib.exchange.buffers import StepBuffers
 from commlib.exchange.hierarchy import share
-from commlib.exchange.layer_task import Item
-from commlib.exchange.step_commit import Steps
+from commlib.exchange.layer_task import LayerTask
+from commlib.exchange.step_commit import StepCommit
 from commlib.fsdp.param_groups import Unit
 from commlib.fsdp.plan import Replicas
 from commlib.groups.world import World
@@ -45,7 +45,7 @@ class Sorter:
         plan: Plan,
         shard: World,
         store: MemoryStore,
-        steps: Steps,
+        steps: StepCommit,
         meters: Mapping[str, Meter],
         *,
         dense_steps: int,
@@ -53,7 +53,7 @@ class Sorter:
     ) -> None:
         self._plan, self._shard, self._store, self._steps, self._meters = plan, shard, store, steps, meters
         self._dense_steps, self._seed = dense_steps, seed
-        self._made: dict[object, Arena] = {}
+        self._made: dict[object, StepBuffers] = {}
         self.gauge = Gauge(store)
 
     @property
@@ -76,7 +76,7 @@ class Sorter:
         codec = planned.route.codec.at(step - self._dense_steps)
         return planned.route if codec is planned.route.codec else Route(planned.route.exchange, codec)
 
-    def for_owners(self, unit: Unit, table: Tensor) -> list[Item]:
+    def for_owners(self, unit: Unit, table: Tensor) -> list[LayerTask]:
         """Of all layers of a unit, (P, n); what earlier routes have held back is added to the table.
 
         Raises:
@@ -90,8 +90,10 @@ class Sorter:
             sent = LayerSpec(name, spec.shape, table.dtype, unit.inner.device, spec.kind)
             self._meters[name].would_send(sent.nbytes / 2, world)  # a reduce-scatter is half an all-reduce
             seeds = Seeds(self._seed, self._steps.count, name)
-            items.append(Item(sent, route.codec, table, memory, seeds, self._meters[name], Memory({}, {}), None, arena))
-        row = reduce_scatter.Row.of([item.spec for item in items], world)
+            items.append(
+                LayerTask(sent, route.codec, table, memory, seeds, self._meters[name], Memory({}, {}), None, arena)
+            )
+        row = reduce_scatter.ReduceScatterLayout.of([item.spec for item in items], world)
         if row.length != table.shape[1]:
             raise CommlibError(
                 f"{unit.name}: FSDP2 reduces {table.shape[1]} values a rank, and {', '.join(unit.present)} have "
@@ -109,13 +111,13 @@ class Sorter:
                 self.gauge.note(item.spec.name, item.codec, grad, item.memory, self._steps.count)
         return items
 
-    def for_replicas(self, unit: Unit, flat: Tensor, replicas: Replicas) -> dict[str, list[Item]]:
+    def for_replicas(self, unit: Unit, flat: Tensor, replicas: Replicas) -> dict[str, list[LayerTask]]:
         """Of this rank's rows of all layers of a unit, (n,): exchange → the layers that go by it.
 
         Raises:
             CommlibError: as :meth:`for_owners`.
         """
-        found: dict[str, list[Item]] = {}
+        found: dict[str, list[LayerTask]] = {}
         world, start = World(replicas.rank, self._shard.size * replicas.inter.size), 0
         for name in unit.present:
             route, spec = self._route(name), unit.specs[name]
@@ -136,12 +138,12 @@ class Sorter:
             sent = LayerSpec(name, part.spec.shape, flat.dtype, unit.inner.device, spec.kind)
             meter.would_send(sent.nbytes, replicas.inter.size)
             seeds, arena = Seeds(self._seed, self._steps.count, name), self.arena(("across", name))
-            item = Item(sent, codec, grad.view(sent.shape), memory, seeds, meter, owner, None, arena)
+            item = LayerTask(sent, codec, grad.view(sent.shape), memory, seeds, meter, owner, None, arena)
             found.setdefault(route.exchange, []).append(item)
         return found
 
-    def arena(self, key: object) -> Arena:
+    def arena(self, key: object) -> StepBuffers:
         """What one exchange holds, again in every step: each is through before it is asked for the next time."""
-        arena = self._made.setdefault(key, Arena())
+        arena = self._made.setdefault(key, StepBuffers())
         arena.rewind()
         return arena

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from commlib.codecs.base import Compressor, LayerSpec, Memory
-from commlib.exchange.buffers import Arena, Packing, rows
+from commlib.exchange.buffers import Packing, StepBuffers, rows
 from commlib.exchange.collectives import AllGather, Rounds
 from commlib.groups.world import World
 from commlib.runtime.scratch import scratch
@@ -28,7 +28,7 @@ def rounds(
     out: Tensor,
     world: World,
     meters: Sequence[Meter],
-    arena: Arena,
+    arena: StepBuffers,
 ) -> Rounds:
     """Fills ``out`` with all ranks' chunks.
 

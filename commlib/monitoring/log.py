@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from commlib.errors import ReplicasDiverged, check_numbers
-from commlib.exchange.step_commit import Steps
+from commlib.exchange.step_commit import StepCommit
 from commlib.groups.world import World
 from commlib.monitoring.error_norms import Gauge, Held, total
 from commlib.monitoring.log_writers import Entry, Target, target_of
@@ -41,7 +41,7 @@ class Loggable(Traceable, abc.ABC):
 
     world: World
     _plan: Plan
-    _steps: Steps
+    _steps: StepCommit
     _gauge: Gauge
     _device: torch.device
     _logging: Log | None = None

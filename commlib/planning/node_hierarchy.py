@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commlib.errors import PlanMismatch
-from commlib.exchange.hierarchy import Hierarchy, Place, of_mesh, of_places, refuse
+from commlib.exchange.hierarchy import Hierarchy, RankPlace, of_mesh, of_places, refuse
 from commlib.groups.handshake import difference, share, tell
 from commlib.groups.world import World
 from commlib.planning.plan import Plan
@@ -47,7 +47,7 @@ def find(given: Any, group: Any, key: str, world: World, timeout: float) -> tupl
             what = difference({_KIND: mine[_KIND]}, {_KIND: theirs[_KIND]}, world.rank, other)
             raise PlanMismatch(f"ranks attached different things: {what}")
     if given is True:
-        places = [Place(int(s["node"]), int(s["rank"]), int(s["size"])) for s in said]
+        places = [RankPlace(int(s["node"]), int(s["rank"]), int(s["size"])) for s in said]
         found = of_places(places, world.rank, whole=len(members) == dist.get_world_size())
     else:
         found = of_mesh(_table(given), members, world.rank)
@@ -72,7 +72,7 @@ def fit(plan: Plan, hierarchy: Hierarchy | None, about: str) -> Plan:
 
 
 def _from_environment() -> dict[str, str]:
-    place = Place.of(os.environ)
+    place = RankPlace.of(os.environ)
     return {_KIND: "torchrun's", "node": str(place.node), "rank": str(place.rank), "size": str(place.size)}
 
 

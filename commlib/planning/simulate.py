@@ -18,7 +18,7 @@ from commlib.codecs.memory_store import MemoryStore
 from commlib.exchange import two_level
 from commlib.exchange.collectives import AllGather, AllReduce, AllToAll, Among, Collective, PushPull, Rounds, scope_of
 from commlib.exchange.hierarchy import Hierarchy, share
-from commlib.exchange.layer_task import Item
+from commlib.exchange.layer_task import LayerTask
 from commlib.exchange.registry import EXCHANGES
 from commlib.groups.world import World
 from commlib.planning.route import Route, Rule, resolve
@@ -116,7 +116,7 @@ def part(
     memory = store.memory(spec, codec.slots(own.spec), prefix=own.prefix, start=own.start)
     owner = store.owner(spec, slots, start)
     store.drain(spec, grad, world.size, own.world.size)
-    item = Item(spec, codec, grad, memory, Seeds(seed, step, spec.name), Meter(grad.device), owner)
+    item = LayerTask(spec, codec, grad, memory, Seeds(seed, step, spec.name), Meter(grad.device), owner)
     if levels is None:
         return EXCHANGES[route.exchange].rounds([item], world, None)
     cuts = {spec.name: levels.cut(route.codec, spec)}

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from commlib.codecs.base import Memory, Seeds
 from commlib.codecs.memory_store import MemoryStore
 from commlib.errors import PeerLost
-from commlib.exchange.buffers import Arena, rows
+from commlib.exchange.buffers import StepBuffers, rows
 from commlib.exchange.collectives import AllGather, Rounds
 from commlib.exchange.lanes import Siblings, lay, make_sequencer
-from commlib.exchange.layer_task import Item
+from commlib.exchange.layer_task import LayerTask
 from commlib.exchange.scatter_gather import mean_of_stripe, scatter
 from commlib.exchange.throttled_group import Throttle
 from commlib.groups.handshake import answer_roll_call
@@ -33,7 +33,7 @@ from commlib.telemetry.stats import Meter
 from commlib.zero.partition import Cut, flat, rows_of
 
 
-def to_owners(items: Sequence[Item], world: World, means: Sequence[Tensor]) -> Rounds:
+def to_owners(items: Sequence[LayerTask], world: World, means: Sequence[Tensor]) -> Rounds:
     """Fills ``means``, (n,) each, with the mean over ranks of this rank's stripe of every layer.
 
     Decoded and added in rank order, so that it does not matter to the result who owns what.
@@ -45,7 +45,7 @@ def to_owners(items: Sequence[Item], world: World, means: Sequence[Tensor]) -> R
 
 
 def to_all(
-    cuts: Sequence[Cut], wholes: Sequence[Tensor], world: World, arena: Arena, meters: Sequence[Meter]
+    cuts: Sequence[Cut], wholes: Sequence[Tensor], world: World, arena: StepBuffers, meters: Sequence[Meter]
 ) -> Rounds:
     """Every rank gets the others' parts of ``wholes``, (n,) each, bit for bit; this rank's own are there already."""
     packings, device = rows_of(cuts, world.size), wholes[0].device
@@ -89,7 +89,7 @@ class Traffic:
         self._buckets, self.device = buckets, device
         self.store = MemoryStore()
         self.meters = {cut.spec.name: Meter(device, cut.spec.name) for cuts in buckets for cut in cuts}
-        self._arenas = {cut.spec.name: (Arena(), Arena()) for cuts in buckets for cut in cuts}
+        self._arenas = {cut.spec.name: (StepBuffers(), StepBuffers()) for cuts in buckets for cut in cuts}
         self._under_way: list[torch.futures.Future[Tensor]] = []
         lanes: list[tuple[Any, ...]] = [("world",)]
         self._sequencer = make_sequencer(group, self._lost_key, world, device)
@@ -147,14 +147,16 @@ class Traffic:
     def _go(self, label: str, rounds: Rounds, result: Tensor) -> None:
         self._under_way.append(self._sequencer.submit(label, rounds, result))
 
-    def _item(self, cut: Cut, p: nn.Parameter, step: int) -> Item:
+    def _item(self, cut: Cut, p: nn.Parameter, step: int) -> LayerTask:
         spec, codec, meter = cut.spec, cut.codec.at(step), self.meters[cut.spec.name]
         grad = torch.zeros_like(flat(p)) if p.grad is None else p.grad.detach().contiguous().view(-1)
         meter.would_send(spec.nbytes, self._world.size)
         memory = self.store.memory(spec, codec.slots(spec))
         arena = self._arenas[spec.name][0]
         arena.rewind()
-        return Item(spec, codec, grad, memory, Seeds(self._seed, step, spec.name), meter, Memory({}, {}), None, arena)
+        return LayerTask(
+            spec, codec, grad, memory, Seeds(self._seed, step, spec.name), meter, Memory({}, {}), None, arena
+        )
 
     def _meanwhile(self) -> None:
         found = answer_roll_call(self._group, self._lost_key, self._world)

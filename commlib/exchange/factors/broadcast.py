@@ -26,11 +26,11 @@ from commlib.codecs.base import Compressor, LayerSpec
 from commlib.exchange.base import Exchange
 from commlib.exchange.collectives import AllReduce, Collective, Payers, Rounds
 from commlib.exchange.factors import payload
-from commlib.exchange.factors.delivery import Sending, ToAll
-from commlib.exchange.factors.payload import Payload, Room
-from commlib.exchange.factors.rounds import Again, First, Trip
+from commlib.exchange.factors.delivery import BroadcastDelivery, RowDelivery
+from commlib.exchange.factors.payload import RowCapacity, RowPayload
+from commlib.exchange.factors.rounds import Again, FactorRounds, First
 from commlib.exchange.factors.tap import Rows
-from commlib.exchange.layer_task import Item
+from commlib.exchange.layer_task import LayerTask
 from commlib.groups.world import World
 
 
@@ -46,7 +46,7 @@ class RowExchange(Exchange):
         return None
 
     @abc.abstractmethod
-    def sending(self, codec: Compressor, n: int, m: int, world: World) -> Sending:
+    def sending(self, codec: Compressor, n: int, m: int, world: World) -> RowDelivery:
         """What sends the rows of a layer with weight (n, m) to other ranks."""
 
 
@@ -56,9 +56,9 @@ class FactorExchange(RowExchange):
     name = "factors"
     ROUNDS = 2
 
-    def sending(self, codec: Compressor, n: int, m: int, world: World) -> ToAll:
+    def sending(self, codec: Compressor, n: int, m: int, world: World) -> BroadcastDelivery:
         """To all ranks, of a layer with weight (N, M)."""
-        return ToAll(Payload(n, m, None if codec.lossless else codec), world)
+        return BroadcastDelivery(RowPayload(n, m, None if codec.lossless else codec), world)
 
     def wire_bytes(self, codec: Compressor, spec: LayerSpec, world: int) -> float:
         """Bytes a rank sends a step: (P − 1)·K(M + N) values for a weight, 0 for a bias; NaN while K is unknown."""
@@ -66,10 +66,10 @@ class FactorExchange(RowExchange):
             return 0.0
         if spec.rows is None:
             return math.nan
-        room = Room(spec.rows, spec.dtype if codec.lossless else Room.dtype)
+        room = RowCapacity(spec.rows, spec.dtype if codec.lossless else RowCapacity.dtype)
         return self.sending(codec, *spec.matrix, World(0, world)).busiest(room)
 
-    def rounds(self, items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
+    def rounds(self, items: Sequence[LayerTask], world: World, buffer: Tensor | None) -> Rounds:
         """Collect the rows, and multiply them."""
         for item in (yield from collect(items, world)):
             with item.meter.phase("decompress"):
@@ -77,7 +77,7 @@ class FactorExchange(RowExchange):
                 multiply(trip_of(item).everyone(), grad, weight=item.spec.kind == "linear.weight")
 
 
-def collect(items: Sequence[Item], world: World) -> Generator[list[Collective], None, list[Item]]:
+def collect(items: Sequence[LayerTask], world: World) -> Generator[list[Collective], None, list[LayerTask]]:
     """Wait for the rows; send them again or sum the matrices where any rank asks for it.
 
     Headers have left with the rows, perhaps before a rank knew that there would be other gradient. So one word a
@@ -108,7 +108,7 @@ def collect(items: Sequence[Item], world: World) -> Generator[list[Collective], 
     return [item for way, item in zip(ways, items, strict=True) if way != "summed"]
 
 
-def trip_of(item: Item) -> Trip:
+def trip_of(item: LayerTask) -> FactorRounds:
     """The rows of its layer.
 
     Raises:
@@ -130,11 +130,11 @@ def multiply(rows: Rows, out: Tensor, *, weight: bool) -> None:
         out.copy_(v.t() @ u)
 
 
-def _payers(item: Item) -> Payers:
+def _payers(item: LayerTask) -> Payers:
     return [(item.meter, 1)] if item.spec.kind == "linear.weight" else []
 
 
-def _add(item: Item, rows: Rows | None) -> None:
+def _add(item: LayerTask, rows: Rows | None) -> None:
     """Add this rank's own to what there is besides."""
     if rows is None:
         return

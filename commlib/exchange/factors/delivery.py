@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from commlib.exchange.factors.payload import Payload, Room
+from commlib.exchange.factors.payload import RowCapacity, RowPayload
 from commlib.exchange.factors.tap import Rows
 from commlib.groups.world import World
 
 
 @dataclasses.dataclass(frozen=True)
-class Shares:
+class BlockShares:
     """Of a layer with weight (N, M): the larger dimension in P blocks, as equal as can be, the low ranks' being larger.
 
     That is the dimension to cut: a rank's rows go to each owner as K·(the other + block) values. A rank's block may be
@@ -75,19 +75,19 @@ HEADER = 16
 """Bytes before a rank's rows: their number and flags, as int64."""
 
 
-class Sending(Protocol):
+class RowDelivery(Protocol):
     """The contract: pure but for :meth:`start`; all ranks' are alike."""
 
     world: World
     shape: tuple[int, int]
     """(N, M) of the weight."""
-    payload: Payload
+    payload: RowPayload
     """Of the rows that come here from each rank."""
 
-    def sent(self, room: Room) -> int:
+    def sent(self, room: RowCapacity) -> int:
         """Bytes this rank sends in one round, headers included."""
 
-    def busiest(self, room: Room, dtype: torch.dtype = torch.float32) -> int:
+    def busiest(self, room: RowCapacity, dtype: torch.dtype = torch.float32) -> int:
         """Bytes, without headers, that the busiest rank sends until all have the gradient; alike on all ranks.
 
         Args:
@@ -96,7 +96,7 @@ class Sending(Protocol):
         """
 
     def start(
-        self, group: Any, head: Tensor, room: Room, rows: Sequence[Rows] | None, seeds: tuple[int, int]
+        self, group: Any, head: Tensor, room: RowCapacity, rows: Sequence[Rows] | None, seeds: tuple[int, int]
     ) -> tuple[Tensor, Any]:
         """Issue a round.
 
@@ -112,7 +112,7 @@ class Sending(Protocol):
         """
 
 
-class ToAll:
+class BroadcastDelivery:
     """Everything to every rank, by an all-gather (sufficient-factor broadcasting: Xie et al., UAI 2016).
 
     Args:
@@ -120,28 +120,28 @@ class ToAll:
         world: this rank.
     """
 
-    def __init__(self, payload: Payload, world: World) -> None:
+    def __init__(self, payload: RowPayload, world: World) -> None:
         self.payload, self.world, self.shape = payload, world, (payload.n, payload.m)
 
-    def sent(self, room: Room) -> int:
-        """As :meth:`Sending.sent`: in a ring."""
+    def sent(self, room: RowCapacity) -> int:
+        """As :meth:`RowDelivery.sent`: in a ring."""
         return (self.world.size - 1) * (HEADER + self.payload.nbytes(room))
 
-    def busiest(self, room: Room, dtype: torch.dtype = torch.float32) -> int:
-        """As :meth:`Sending.busiest`: everybody multiplies for itself, so rows are all."""
+    def busiest(self, room: RowCapacity, dtype: torch.dtype = torch.float32) -> int:
+        """As :meth:`RowDelivery.busiest`: everybody multiplies for itself, so rows are all."""
         return (self.world.size - 1) * self.payload.nbytes(room)
 
     def start(
-        self, group: Any, head: Tensor, room: Room, rows: Sequence[Rows] | None, seeds: tuple[int, int]
+        self, group: Any, head: Tensor, room: RowCapacity, rows: Sequence[Rows] | None, seeds: tuple[int, int]
     ) -> tuple[Tensor, Any]:
-        """As :meth:`Sending.start`."""
+        """As :meth:`RowDelivery.start`."""
         letter = torch.zeros(HEADER + self.payload.nbytes(room), dtype=torch.uint8, device=head.device)
         _write(letter, head, self.payload, room, rows, seeds)
         out = torch.empty(self.world.size * len(letter), dtype=torch.uint8, device=head.device)
         return out, group._allgather_base(out, letter)
 
 
-class ToOwners:
+class OwnerDelivery:
     """To each rank what its block is made of, by an all-to-all (Project Adam, OSDI 2014; in blocks: SACP, 2015).
 
     Args:
@@ -151,24 +151,25 @@ class ToOwners:
     """
 
     def __init__(self, n: int, m: int, world: World) -> None:
-        self.world, self.shape, self.shares = world, (n, m), Shares(n, m, world.size)
+        self.world, self.shape, self.shares = world, (n, m), BlockShares(n, m, world.size)
         self._columns = [(self.shares.inputs(r), self.shares.outputs(r)) for r in range(world.size)]
-        self._payloads = [Payload(v.stop - v.start, u.stop - u.start) for u, v in self._columns]
+        self._payloads = [RowPayload(v.stop - v.start, u.stop - u.start) for u, v in self._columns]
         self.payload = self._payloads[world.rank]
 
-    def sent(self, room: Room) -> int:
-        """As :meth:`Sending.sent`: each letter directly, but its own stays here."""
+    def sent(self, room: RowCapacity) -> int:
+        """As :meth:`RowDelivery.sent`: each letter directly, but its own stays here."""
         return sum(HEADER + p.nbytes(room) for r, p in enumerate(self._payloads) if r != self.world.rank)
 
-    def busiest(self, room: Room, dtype: torch.dtype = torch.float32) -> int:
-        """As :meth:`Sending.busiest`: the last rank's letter to itself is shortest; blocks are padded to the first."""
+    def busiest(self, room: RowCapacity, dtype: torch.dtype = torch.float32) -> int:
+        """As :meth:`RowDelivery.busiest`: the last rank's letter to itself is shortest; blocks are padded to the
+        first."""
         blocks = (self.world.size - 1) * self.shares.largest * dtype.itemsize
         return sum(p.nbytes(room) for p in self._payloads[:-1]) + blocks
 
     def start(
-        self, group: Any, head: Tensor, room: Room, rows: Sequence[Rows] | None, seeds: tuple[int, int]
+        self, group: Any, head: Tensor, room: RowCapacity, rows: Sequence[Rows] | None, seeds: tuple[int, int]
     ) -> tuple[Tensor, Any]:
-        """As :meth:`Sending.start`."""
+        """As :meth:`RowDelivery.start`."""
         lengths = [HEADER + p.nbytes(room) for p in self._payloads]
         send = torch.zeros(sum(lengths), dtype=torch.uint8, device=head.device)
         for letter, p, (inputs, outputs) in zip(torch.split(send, lengths), self._payloads, self._columns, strict=True):
@@ -180,7 +181,12 @@ class ToOwners:
 
 
 def _write(
-    letter: Tensor, head: Tensor, payload: Payload, room: Room, rows: Sequence[Rows] | None, seeds: tuple[int, int]
+    letter: Tensor,
+    head: Tensor,
+    payload: RowPayload,
+    room: RowCapacity,
+    rows: Sequence[Rows] | None,
+    seeds: tuple[int, int],
 ) -> None:
     """A letter, zeros so far."""
     letter[:HEADER].view(torch.int64).copy_(head)

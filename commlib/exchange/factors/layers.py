@@ -2,8 +2,8 @@
 
 Which thread: the taps, :meth:`FactorLayers.complete` and :meth:`FactorLayers.trip` run in the thread of the backward
 pass, and only that one issues first rounds, on a process group that carries nothing else, in the order of
-:class:`commlib.exchange.factors.layers.Order`. So that group sees the same sequence on every rank: of all-gathers and
-all-to-alls, as the layers' routes say, which ranks share. Nothing waits here.
+:class:`commlib.exchange.factors.layers.StepOrder`. So that group sees the same sequence on every rank: of all-gathers
+and all-to-alls, as the layers' routes say, which ranks share. Nothing waits here.
 
 In which order layers' factors leave: the same on every rank. A pure state machine.
 
@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commlib.codecs.base import Compressor, Seeds
 from commlib.exchange.base import Routed
 from commlib.exchange.factors.retained import has_gradient
-from commlib.exchange.factors.rounds import Habit, Trip
+from commlib.exchange.factors.rounds import FactorRounds, RowHistory
 from commlib.exchange.factors.tap import Tap
 from commlib.exchange.registry import BY_ROWS
 from commlib.groups.world import World
@@ -35,7 +35,7 @@ from commlib.runtime.autograd import before_forward
 from commlib.runtime.layers import linear_layers
 
 
-class Order:
+class StepOrder:
     """One step after another.
 
     Args:
@@ -68,7 +68,7 @@ class Order:
         self._issued = 0
 
 
-class Observer(Protocol):
+class PassObserver(Protocol):
     """Who wants to know when passes begin."""
 
     def begin(self) -> None:
@@ -101,15 +101,15 @@ class FactorLayers:
         routes: Mapping[str, Routed],
     ) -> None:
         self._ddp, self._modules, self._world, self._on, self._seeds = weakref.ref(ddp), modules, world, on, seeds
-        self._habits = {name: Habit() for name in modules}
-        self._trips: dict[str, Trip] = {}
+        self._habits = {name: RowHistory() for name in modules}
+        self._trips: dict[str, FactorRounds] = {}
         self._issued: set[str] = set()
         self._asked: set[str] = set()
         self._armed = self._syncing = False
         self._taps: dict[str, Tap] = {}
         self._before: Any = None
         self._group: Any = None
-        self.observer: Observer | None = None
+        self.observer: PassObserver | None = None
         self._watch = False
         order = [name for name in reversed(list(modules)) if name in routes]  # the backward pass meets the last first
         self.activate({name: routes[name] for name in order})
@@ -150,7 +150,7 @@ class FactorLayers:
             rows: layer → rows to have room for; others have what they had lately.
         """
         self._routes = dict(routes)
-        self._order = Order(list(routes))
+        self._order = StepOrder(list(routes))
         for name, count in (rows or {}).items():
             self._habits[name].expect(count)
         self._fit()
@@ -218,32 +218,32 @@ class FactorLayers:
     # -- what taps ask and tell --
 
     def on(self, name: str) -> bool:
-        """As :meth:`commlib.exchange.factors.tap.Owner.on`."""
+        """As :meth:`commlib.exchange.factors.tap.TapOwner.on`."""
         asked = self._on()
         return self._armed and name in self._routes and asked is not None and asked()
 
     def watching(self) -> bool:
-        """As :meth:`commlib.exchange.factors.tap.Owner.watching`."""
+        """As :meth:`commlib.exchange.factors.tap.TapOwner.watching`."""
         return self._watch and self._armed
 
     def sighted(self, name: str, rows: int) -> None:
-        """As :meth:`commlib.exchange.factors.tap.Owner.sighted`."""
+        """As :meth:`commlib.exchange.factors.tap.TapOwner.sighted`."""
         if self.observer is not None:
             self.observer.rows(name, rows)
 
     def syncing(self) -> bool:
-        """As :meth:`commlib.exchange.factors.tap.Owner.syncing`."""
+        """As :meth:`commlib.exchange.factors.tap.TapOwner.syncing`."""
         return self._syncing
 
     def complete(self, name: str) -> None:
-        """As :meth:`commlib.exchange.factors.tap.Owner.complete`: the layer's rows leave as soon as its turn has
+        """As :meth:`commlib.exchange.factors.tap.TapOwner.complete`: the layer's rows leave as soon as its turn has
         come."""
         for due in self._order.ready(name):
             self._start(due)
 
     # -- what the hook asks --
 
-    def trip(self, name: str) -> Trip:
+    def trip(self, name: str) -> FactorRounds:
         """The layer's trip in this step. DDP asks for its bucket: what has not come until now will not."""
         self._asked.add(name)
         self.complete(name)
@@ -288,13 +288,13 @@ class FactorLayers:
         if self._armed and self.observer is not None:
             self.observer.begin()
 
-    def _trip(self, name: str) -> Trip:
+    def _trip(self, name: str) -> FactorRounds:
         if name not in self._trips:
             weight, route = self._taps[name].module.weight, self._routes[name]
             n, m = weight.shape
             sending = BY_ROWS[route.exchange].sending(route.codec, n, m, self._world)
             seeds = functools.partial(self._seeds_of, name, route.codec)
-            self._trips[name] = Trip(sending, self._habits[name], weight.device, seeds)
+            self._trips[name] = FactorRounds(sending, self._habits[name], weight.device, seeds)
         return self._trips[name]
 
     def _seeds_of(self, name: str, codec: Compressor) -> tuple[int, int]:

@@ -25,9 +25,9 @@ from commlib.exchange.buffers import Packing, rows
 from commlib.exchange.collectives import AllGather, Rounds
 from commlib.exchange.factors import broadcast
 from commlib.exchange.factors.broadcast import FactorExchange, RowExchange
-from commlib.exchange.factors.delivery import Shares, ToOwners
-from commlib.exchange.factors.payload import Room
-from commlib.exchange.layer_task import Item, payers
+from commlib.exchange.factors.delivery import BlockShares, OwnerDelivery
+from commlib.exchange.factors.payload import RowCapacity
+from commlib.exchange.layer_task import LayerTask, payers
 from commlib.groups.world import World
 
 
@@ -37,9 +37,9 @@ class OwnerExchange(RowExchange):
     name = "owners"
     ROUNDS = FactorExchange.ROUNDS + 1
 
-    def sending(self, codec: Compressor, n: int, m: int, world: World) -> ToOwners:
+    def sending(self, codec: Compressor, n: int, m: int, world: World) -> OwnerDelivery:
         """To the owners of a layer with weight (N, M)."""
-        return ToOwners(n, m, world)
+        return OwnerDelivery(n, m, world)
 
     def refuse(self, codec: Compressor, spec: LayerSpec) -> str | None:
         """For the weight and bias of linear layers, and nothing but ``none``."""
@@ -58,9 +58,9 @@ class OwnerExchange(RowExchange):
         if spec.rows is None:
             return math.nan
         made = self.sending(codec, *spec.matrix, World(0, world))
-        return made.busiest(Room(spec.rows, spec.dtype), spec.dtype)
+        return made.busiest(RowCapacity(spec.rows, spec.dtype), spec.dtype)
 
-    def rounds(self, items: Sequence[Item], world: World, buffer: Tensor | None) -> Rounds:
+    def rounds(self, items: Sequence[LayerTask], world: World, buffer: Tensor | None) -> Rounds:
         """Collect the rows, multiply this rank's blocks, and gather all."""
         here = yield from broadcast.collect(items, world)
         if not here:
@@ -80,11 +80,11 @@ class OwnerExchange(RowExchange):
                     own[j].copy_(_like(own[j], room))
 
 
-def _shares(item: Item, size: int) -> Shares:
-    return Shares(*broadcast.trip_of(item).shape, size)
+def _shares(item: LayerTask, size: int) -> BlockShares:
+    return BlockShares(*broadcast.trip_of(item).shape, size)
 
 
-def _parts(item: Item, size: int) -> list[Tensor]:
+def _parts(item: LayerTask, size: int) -> list[Tensor]:
     """Views of the gradient: what each rank makes of it."""
     shares, grad = _shares(item, size), item.grad.view(item.spec.shape)
     if item.spec.kind == "linear.weight":
@@ -92,7 +92,7 @@ def _parts(item: Item, size: int) -> list[Tensor]:
     return [grad[shares.bias(rank)] for rank in range(size)]
 
 
-def _make(item: Item, world: World, out: Tensor) -> None:
+def _make(item: LayerTask, world: World, out: Tensor) -> None:
     """This rank's part of the mean gradient."""
     shares, (u, v) = _shares(item, world.size), broadcast.trip_of(item).everyone()
     weight = item.spec.kind == "linear.weight"

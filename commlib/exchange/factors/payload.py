@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclasses.dataclass(frozen=True)
-class Room:
+class RowCapacity:
     """What a payload has room for: so many rows of that dtype (by a codec, always float32)."""
 
     rows: int = 0
@@ -25,7 +25,7 @@ class Room:
 
 
 @dataclasses.dataclass(frozen=True)
-class Payload:
+class RowPayload:
     """Of a layer with weight (N, M).
 
     Args:
@@ -38,7 +38,7 @@ class Payload:
     m: int
     codec: Compressor | None = None
 
-    def nbytes(self, room: Room) -> int:
+    def nbytes(self, room: RowCapacity) -> int:
         """A multiple of 8, or what lies behind it could not be read where it lies."""
         return sum(self._lengths(room))
 
@@ -53,7 +53,7 @@ class Payload:
             raise TypeError(f"rows of {found} cannot be exchanged as factors: give the layer another route")
         return torch.float32 if self.codec is not None else found
 
-    def write(self, body: Tensor, room: Room, rows: Sequence[Rows], seeds: tuple[int, int]) -> None:
+    def write(self, body: Tensor, room: RowCapacity, rows: Sequence[Rows], seeds: tuple[int, int]) -> None:
         """Fill a payload, uint8 zeros of ``nbytes(room)``.
 
         Args:
@@ -70,7 +70,7 @@ class Payload:
             _stack([r[i] for r in rows], values)
             self.codec.compress(values, part[: self.codec.nbytes(self._spec(room, width))], seed=seeds[i])
 
-    def read(self, body: Tensor, room: Room, count: int) -> Rows:
+    def read(self, body: Tensor, room: RowCapacity, count: int) -> Rows:
         """The first ``count`` rows of a payload; of what travelled as it was, views."""
         u, v = (
             self._values(part, room, width)[:count]
@@ -78,14 +78,14 @@ class Payload:
         )
         return u, v
 
-    def _values(self, part: Tensor, room: Room, width: int) -> Tensor:
+    def _values(self, part: Tensor, room: RowCapacity, width: int) -> Tensor:
         if self.codec is None:
             return part.view(room.dtype).view(room.rows, width)
         values = torch.empty(room.rows, width, device=part.device)
         self.codec.decompress(part[: self.codec.nbytes(self._spec(room, width))], values)
         return values
 
-    def _parts(self, body: Tensor, room: Room) -> tuple[Tensor, Tensor]:
+    def _parts(self, body: Tensor, room: RowCapacity) -> tuple[Tensor, Tensor]:
         if self.codec is None:
             size = room.dtype.itemsize
             end, last = room.rows * self.m * size, room.rows * (self.m + self.n) * size
@@ -93,13 +93,13 @@ class Payload:
         first, second = self._lengths(room)
         return body[:first], body[first : first + second]
 
-    def _lengths(self, room: Room) -> tuple[int, int]:
+    def _lengths(self, room: RowCapacity) -> tuple[int, int]:
         if self.codec is None:
             return _aligned(room.rows * (self.m + self.n) * room.dtype.itemsize), 0
         u, v = (self.codec.nbytes(self._spec(room, width)) for width in (self.m, self.n))
         return _aligned(u), _aligned(v)
 
-    def _spec(self, room: Room, width: int) -> LayerSpec:
+    def _spec(self, room: RowCapacity, width: int) -> LayerSpec:
         return LayerSpec("rows", (room.rows, width))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 
-class Kept:
+class RetainedInput:
     """Of one layer.
 
     Args:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from commlib.errors import CommlibError
 from commlib.exchange.collectives import Payers
-from commlib.exchange.factors.delivery import HEADER, Sending
-from commlib.exchange.factors.payload import DTYPES, Room
+from commlib.exchange.factors.delivery import HEADER, RowDelivery
+from commlib.exchange.factors.payload import DTYPES, RowCapacity
 from commlib.exchange.factors.tap import Rows
 
 _DIRTY = 1 << 8  # flag: there is gradient besides the rows; the low byte is the index of the rows' dtype
@@ -30,11 +30,11 @@ Way = Literal["gathered", "again", "summed"]
 """How a layer's step ends: with what has come, with the rows sent again, or with the matrices all-reduced."""
 
 
-class Habit:
+class RowHistory:
     """How many rows a layer had lately, on the rank that had the most: the same on every rank."""
 
     def __init__(self) -> None:
-        self.room = Room()
+        self.room = RowCapacity()
         self._needed: collections.deque[int] = collections.deque(maxlen=_LATELY)
 
     def expect(self, rows: int) -> None:
@@ -44,10 +44,10 @@ class Habit:
     def saw(self, rows: int, dtype: torch.dtype) -> None:
         """A step needed room for so many (0: it was not worth gathering)."""
         self._needed.append(rows)
-        self.room = Room(max(self._needed), dtype)
+        self.room = RowCapacity(max(self._needed), dtype)
 
 
-class Trip:
+class FactorRounds:
     """One layer in one step. It exists from when anybody asks for it, and starts when its turn has come.
 
     Args:
@@ -59,8 +59,8 @@ class Trip:
 
     def __init__(
         self,
-        sending: Sending,
-        habit: Habit,
+        sending: RowDelivery,
+        habit: RowHistory,
         device: torch.device,
         seeds: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
@@ -132,7 +132,7 @@ class Trip:
         """Bytes this rank sends in the first round."""
         return self._sending.sent(self._first)
 
-    def _send(self, group: Any, room: Room, fits: bool) -> None:
+    def _send(self, group: Any, room: RowCapacity, fits: bool) -> None:
         head = torch.tensor([self.count, self._flags], device=self._device)
         self._room, rows = room, self._rows if fits else None
         self._out, work = self._sending.start(group, head, room, rows, self._seeds)
@@ -154,18 +154,18 @@ class Trip:
         dtype = dtypes[0] if dtypes else self._room.dtype
         for other in dtypes:
             dtype = torch.promote_types(dtype, other)
-        worth = self._pays(Room(most, dtype))
+        worth = self._pays(RowCapacity(most, dtype))
         self._habit.saw(most if worth else 0, dtype)
         if any(flags & _DIRTY for _, flags in heads):
             return "summed"
         if most <= self._room.rows and all(d == self._room.dtype for d in dtypes):
             return "gathered"
         if worth:
-            self._next = Room(most, dtype)
+            self._next = RowCapacity(most, dtype)
             return "again"
         return "summed"
 
-    def _pays(self, room: Room) -> bool:
+    def _pays(self, room: RowCapacity) -> bool:
         """Whether so many rows a rank take fewer bytes than an all-reduce of the matrices."""
         size, (n, m) = self._sending.world.size, self.shape
         summed = 2 * (size - 1) / size * n * m * torch.float32.itemsize
@@ -211,7 +211,7 @@ class Trip:
 class First:
     """The first round as a collective of the exchange's: started elsewhere, waited for here."""
 
-    def __init__(self, trip: Trip, payers: Payers) -> None:
+    def __init__(self, trip: FactorRounds, payers: Payers) -> None:
         self.trip, self.payers = trip, payers
         self._bytes = trip.wire_bytes() if payers else 0.0
 
@@ -227,7 +227,7 @@ class First:
 class Again:
     """The second round, if there is one."""
 
-    def __init__(self, trip: Trip, payers: Payers) -> None:
+    def __init__(self, trip: FactorRounds, payers: Payers) -> None:
         self.trip, self.payers = trip, payers
         self._bytes = 0.0
 

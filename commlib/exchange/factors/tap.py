@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from commlib.exchange.factors.retained import Kept, has_gradient
+from commlib.exchange.factors.retained import RetainedInput, has_gradient
 from commlib.runtime.autograd import at_end_of_backward, untraced
 
 _BREAK = (
@@ -28,7 +28,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, None]
 """Of a layer's bias, input and weight, and none of its tap."""
 
 
-class Owner(Protocol):
+class TapOwner(Protocol):
     """Who knows what step it is."""
 
     def on(self, name: str) -> bool:
@@ -57,7 +57,7 @@ class Tap:
         traced: whether ``torch.compile`` gets to see a plain layer.
     """
 
-    def __init__(self, name: str, module: nn.Linear, owner: Owner, *, traced: bool = False) -> None:
+    def __init__(self, name: str, module: nn.Linear, owner: TapOwner, *, traced: bool = False) -> None:
         self.name, self.module, self.traced = name, module, traced
         self.foreign = self.retired = False
         self._owner = owner
@@ -66,7 +66,7 @@ class Tap:
         self._hidden = False  # called without grad while training: a checkpoint, which calls again later
         self._zero = torch.zeros((), device=module.weight.device)
         self._hooks: list[Any] = []
-        self._kept = Kept(list(module.parameters()))
+        self._kept = RetainedInput(list(module.parameters()))
         self.untraced, self.backward = untraced(Tap.forward, _BREAK), untraced(_backward)
 
     def put(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from commlib.exchange.factors.delivery import HEADER, Shares
+from commlib.exchange.factors.delivery import HEADER, BlockShares
 from commlib.messaging.link_model import Link
 
 
@@ -85,7 +85,7 @@ def factors(
 
 def owners_sent(n: int, m: int, rows: int, world: int, itemsize: int = 4) -> tuple[int, int]:
     """Bytes of rows and of blocks that a rank sends at most: all blocks as long as the longest."""
-    shares = Shares(n, m, world)
+    shares = BlockShares(n, m, world)
     values = rows * (min(n, m) + shares.longest)
     return (world - 1) * (HEADER + values * itemsize), (world - 1) * shares.largest * itemsize
 

@@ -277,7 +277,11 @@ def _route(name: str, plan: Plan) -> Route:
 def _rows_nbytes(unit: Unit, rows: int, codec: Compressor | None) -> int:
     """Bytes of a rank's rows."""
     n, m = unit.shape or (0, 0)
-    return rows * (n + m) * unit.itemsize if codec is None else payload.Payload(n, m, codec).nbytes(payload.Room(rows))
+    return (
+        rows * (n + m) * unit.itemsize
+        if codec is None
+        else payload.RowPayload(n, m, codec).nbytes(payload.RowCapacity(rows))
+    )
 
 
 def _owners_nbytes(unit: Unit, rows: int, world: int) -> int:

@@ -2,7 +2,7 @@
 
 All in the thread of the backward pass. A review is held when an exchange has come through, so nothing of this model is
 under way; what it measures travels on process groups that nothing else uses then: that of the rows' first rounds, and
-under a hierarchy those of its levels (:meth:`commlib.exchange.sequencer.Tracks.first`). The
+under a hierarchy those of its levels (:meth:`commlib.exchange.sequencer.GroupTable.first`). The
 exchanges until the next review are part of the decision, so all ranks come to it after the same one.
 """
 

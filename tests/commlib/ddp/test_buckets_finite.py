@@ -15,7 +15,7 @@ from commlib.codecs.base import LayerSpec, Memory, Seeds
 from commlib.codecs.registry import make
 from commlib.ddp import buckets
 from commlib.ddp.buckets import LARGE, spans
-from commlib.exchange.layer_task import Item
+from commlib.exchange.layer_task import LayerTask
 from commlib.groups.world import World
 from commlib.telemetry.stats import Meter
 from tests.support.rank_pool import Fleet
@@ -23,10 +23,10 @@ from tests.support.tiers import full
 from tests.support.tiny_ddp import Trainer, same_everywhere, train_poisoned
 
 
-def item(grad: Tensor, vouched: bool, codec: str = "int8") -> Item:
+def item(grad: Tensor, vouched: bool, codec: str = "int8") -> LayerTask:
     scales = [torch.ones(1)] if vouched else []
     none, meter = Memory({}, {}), Meter(torch.device("cpu"))
-    return Item(LayerSpec.of(grad), make(codec), grad, none, Seeds(0, 0, ""), meter, none, scales=scales)
+    return LayerTask(LayerSpec.of(grad), make(codec), grad, none, Seeds(0, 0, ""), meter, none, scales=scales)
 
 
 @given(

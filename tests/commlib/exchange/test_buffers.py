@@ -12,11 +12,11 @@ from commlib.bench.exchange.combinations import Pair, choose
 from commlib.codecs.memory_store import MemoryStore
 from commlib.ddp.buckets import Sorter
 from commlib.exchange import chunking
-from commlib.exchange.buffers import Arena
+from commlib.exchange.buffers import StepBuffers
 from commlib.exchange.collectives import Rounds
 from commlib.exchange.hierarchy import Hierarchy
 from commlib.exchange.registry import BY_ROWS
-from commlib.exchange.step_commit import Steps
+from commlib.exchange.step_commit import StepCommit
 from commlib.groups.world import World
 from commlib.planning.planner import make_plan
 from commlib.planning.simulate import run
@@ -32,7 +32,7 @@ PAIRS = [p for p in choose(["all"]).pairs if p.exchange not in BY_ROWS]
 
 
 def test_what_is_asked_for_again_is_there_still() -> None:
-    arena = Arena()
+    arena = StepBuffers()
     first = [arena.bytes(100, CPU), arena.empty((3, 4), torch.float32, CPU)]
     assert first[0].count_nonzero() == 0
     arena.rewind()
@@ -43,7 +43,7 @@ def test_what_is_asked_for_again_is_there_still() -> None:
 
 @pytest.mark.parametrize("other", [((3, 5), torch.float32), ((3, 4), torch.bfloat16)])
 def test_what_is_not_as_before_is_made_anew(other: tuple[tuple[int, ...], torch.dtype]) -> None:
-    arena = Arena()
+    arena = StepBuffers()
     arena.empty((3, 4), torch.float32, CPU)
     arena.rewind()
     made = arena.empty(*other, CPU)
@@ -53,7 +53,7 @@ def test_what_is_not_as_before_is_made_anew(other: tuple[tuple[int, ...], torch.
 
 
 def test_what_is_asked_for_no_more_is_not_kept() -> None:
-    arena = Arena()
+    arena = StepBuffers()
     kept = arena.bytes(8, CPU)
     gone = [arena.bytes(8, CPU).data_ptr() for _ in range(3)]
     arena.rewind()
@@ -98,7 +98,7 @@ class Rank:
         specs = [LayerSpec.of(p, name) for name, p in zip(SHAPES, self.bucket.parameters(), strict=True)]
         self.plan = make_plan(specs, rule, world=SIZE, min_size=0)
         self.store = MemoryStore()
-        self.steps = Steps(self.store)
+        self.steps = StepCommit(self.store)
         self.sorter = Sorter(specs, World(rank, size), levels, self.store, self.steps, dense_steps=0, seed=0)
 
     def rounds(self) -> Rounds:

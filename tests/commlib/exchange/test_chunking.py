@@ -16,9 +16,9 @@ from commlib.codecs.base import Seeds
 from commlib.codecs.memory_store import MemoryStore
 from commlib.codecs.registry import make
 from commlib.exchange import chunking
-from commlib.exchange.buffers import Arena
+from commlib.exchange.buffers import StepBuffers
 from commlib.exchange.collectives import AllToAll, Rounds
-from commlib.exchange.layer_task import Item, Part
+from commlib.exchange.layer_task import ChunkIndex, LayerTask
 from commlib.exchange.registry import EXCHANGES
 from commlib.exchange.scatter_gather import _part, stripes
 from commlib.groups.world import World
@@ -36,17 +36,17 @@ CODECS = ["onebit", "int8", "int4:block=7", "bf16", *DRAWING]
 ROUTES = [f"{codec}@{exchange}" for codec in CODECS for exchange in ("gather", "scatter_gather")] + ["bf16@dense"]
 
 
-def item(route: Route, grad: Tensor, store: MemoryStore, world: World, step: int) -> Item:
+def item(route: Route, grad: Tensor, store: MemoryStore, world: World, step: int) -> LayerTask:
     spec = LayerSpec.of(grad, "layer")
     memory = store.memory(spec, route.codec.slots(spec))
     stripe = route.carrier().owned(route.codec, spec, world)
     slots = {} if stripe is None else route.codec.slots(stripe.spec)
     owner = store.owner(spec, slots, 0 if stripe is None else stripe.start)
-    return Item(spec, route.codec, grad, memory, Seeds(0, step, "layer"), Meter(grad.device), owner)
+    return LayerTask(spec, route.codec, grad, memory, Seeds(0, step, "layer"), Meter(grad.device), owner)
 
 
-def own(layer: str, part: int) -> tuple[Arena, Meter]:
-    return Arena(), Meter(torch.device("cpu"))
+def own(layer: str, part: int) -> tuple[StepBuffers, Meter]:
+    return StepBuffers(), Meter(torch.device("cpu"))
 
 
 def staggered(trips: list[Rounds]) -> Rounds:
@@ -140,10 +140,10 @@ def test_parts_cover_a_layer_once_and_every_stripe_of_it(
     c, spec = make(codec), LayerSpec("x", (rows, columns))
     grad, store = torch.zeros(rows, columns), MemoryStore()
     whole = item(Route("gather", c), grad, store, World(0, world), 0)
-    covered = [chunking._part(whole, Part(i, count), *own("x", i)).alone().grad.shape[0] for i in range(count)]
+    covered = [chunking._part(whole, ChunkIndex(i, count), *own("x", i)).alone().grad.shape[0] for i in range(count)]
     assert sum(covered) == rows
     for stripe in stripes(c, spec, world):
-        cuts = [_part(c, stripe, Part(i, count)) for i in range(count)]
+        cuts = [_part(c, stripe, ChunkIndex(i, count)) for i in range(count)]
         assert [p.start for p in cuts] == [stripe.start, *(p.stop for p in cuts[:-1])]
         assert cuts[-1].stop == stripe.stop
         unit = c.part_rows(stripe.spec)
@@ -169,7 +169,7 @@ def test_a_layer_below_two_parts_is_not_cut_and_one_of_few_rows_no_finer_than_th
 
 
 def test_what_is_not_cut_goes_with_the_last_parts_and_no_exchange_before_that_has_more_rounds() -> None:
-    def one(rule: str, numel: int) -> Item:
+    def one(rule: str, numel: int) -> LayerTask:
         codec, _, exchange = rule.partition("@")
         return item(Route(exchange, make(codec)), torch.zeros(numel // 256, 256), MemoryStore(), World(0, 2), 0)
 

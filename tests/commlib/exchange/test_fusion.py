@@ -19,7 +19,7 @@ from commlib.exchange import fusion
 from commlib.exchange.chunking import Routes
 from commlib.exchange.collectives import Rounds, lockstep
 from commlib.exchange.fusion import riding
-from commlib.exchange.layer_task import Item, SharedMeters
+from commlib.exchange.layer_task import LayerTask, SharedMeters
 from commlib.exchange.registry import EXCHANGES
 from commlib.groups.world import World
 from commlib.planning.route import Route
@@ -37,14 +37,14 @@ ROUNDS = {
 CPU = torch.device("cpu")
 
 
-def item(rule: str, name: str, grad: Tensor, store: MemoryStore, world: World) -> tuple[str, Item]:
+def item(rule: str, name: str, grad: Tensor, store: MemoryStore, world: World) -> tuple[str, LayerTask]:
     codec, _, exchange = rule.partition("@")
     route, spec = Route(exchange, make(codec)), LayerSpec.of(grad, name)
     stripe = route.carrier().owned(route.codec, spec, world)
     slots = {} if stripe is None else route.codec.slots(stripe.spec)
     owner = store.owner(spec, slots, 0 if stripe is None else stripe.start)
     memory = store.memory(spec, route.codec.slots(spec))
-    return exchange, Item(spec, route.codec, grad, memory, Seeds(0, 0, name), Meter(CPU), owner)
+    return exchange, LayerTask(spec, route.codec, grad, memory, Seeds(0, 0, name), Meter(CPU), owner)
 
 
 @dataclasses.dataclass
@@ -60,7 +60,7 @@ class Rank:
         generator = torch.Generator().manual_seed(self.world.rank)
         self.given = [torch.randn(shape, generator=generator).to(self.dtype) for _, shape in self.rules]
         self.grads = [g.clone() for g in self.given]
-        self.routes: dict[str, list[Item]] = {}
+        self.routes: dict[str, list[LayerTask]] = {}
         for i, ((rule, _), grad) in enumerate(zip(self.rules, self.grads, strict=True)):
             exchange, it = item(rule, str(i), grad, MemoryStore(), self.world)
             self.routes.setdefault(exchange, []).append(it)

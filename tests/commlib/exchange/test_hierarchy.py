@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from commlib.codecs.base import LayerSpec
 from commlib.codecs.registry import make
-from commlib.exchange.hierarchy import Hierarchy, Place, of_mesh, of_places, refuse, share
+from commlib.exchange.hierarchy import Hierarchy, RankPlace, of_mesh, of_places, refuse, share
 from commlib.groups.world import World
 from commlib.planning.plan import Plan, PlannedLayer
 from commlib.planning.route import Route, resolve
@@ -19,15 +19,15 @@ TORCHRUN = {"GROUP_RANK": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> list[Place]:
+def jobs(draw: st.DrawFn) -> list[RankPlace]:
     """Ranks of a job in any order, on nodes with any numbers."""
     nodes, local = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     numbers = draw(st.lists(st.integers(0, 99), min_size=nodes, max_size=nodes, unique=True))
-    return draw(st.permutations([Place(n, i, local) for n in numbers for i in range(local)]))
+    return draw(st.permutations([RankPlace(n, i, local) for n in numbers for i in range(local)]))
 
 
 @given(jobs())
-def test_local_groups_and_inter_groups_each_partition_the_world_and_meet_in_one_rank(places: list[Place]):
+def test_local_groups_and_inter_groups_each_partition_the_world_and_meet_in_one_rank(places: list[RankPlace]):
     found = [of_places(places, r, whole=True) for r in range(len(places))]
     assert len({h.nodes for h in found}) == 1
     for groups in ({h.local_ranks for h in found}, {h.counterparts for h in found}):
@@ -42,7 +42,7 @@ def test_local_groups_and_inter_groups_each_partition_the_world_and_meet_in_one_
 
 
 @given(jobs())
-def test_a_mesh_of_the_same_nodes_is_the_same_hierarchy(places: list[Place]):
+def test_a_mesh_of_the_same_nodes_is_the_same_hierarchy(places: list[RankPlace]):
     h = of_places(places, 0, whole=True)
     members = [7 * r + 3 for r in range(len(places))]  # a model on some of the ranks: global numbers are others
     assert of_mesh([[members[r] for r in node] for node in h.nodes], members, 0) == h
@@ -75,33 +75,33 @@ def test_without_a_hierarchy_a_rank_exchanges_all_of_a_layer_with_all_ranks():
 @pytest.mark.parametrize("name", TORCHRUN)
 def test_a_variable_that_torchrun_did_not_set_is_named(name: str):
     with pytest.raises(ValueError, match=rf"needs {name},.*torchrun.*mesh"):
-        Place.of({k: v for k, v in TORCHRUN.items() if k != name})
+        RankPlace.of({k: v for k, v in TORCHRUN.items() if k != name})
 
 
 @pytest.mark.parametrize("value", ["", "two", "-1", "1.5"])
 def test_a_variable_that_is_no_number_is_named_with_its_value(value: str):
     with pytest.raises(ValueError, match=f"LOCAL_RANK='{value}'.*whole numbers"):
-        Place.of({**TORCHRUN, "LOCAL_RANK": value})
+        RankPlace.of({**TORCHRUN, "LOCAL_RANK": value})
 
 
 def test_the_environment_of_torchrun_is_read():
-    assert Place.of(TORCHRUN) == Place(node=1, rank=0, size=2)
+    assert RankPlace.of(TORCHRUN) == RankPlace(node=1, rank=0, size=2)
 
 
 @pytest.mark.parametrize(
     ("places", "said"),
     [
         (
-            [Place(0, 0, 2), Place(0, 1, 2), Place(1, 0, 1)],
+            [RankPlace(0, 0, 2), RankPlace(0, 1, 2), RankPlace(1, 0, 1)],
             "equally many ranks on each node.* 2 on node 0, 1 on",
         ),
-        ([Place(0, 0, 2), Place(0, 0, 2)], "ranks 0 and 1 both say LOCAL_RANK 0 on node 0"),
-        ([Place(0, 0, 2), Place(0, 1, 3)], "ranks 0 and 1 are on node 0, with LOCAL_WORLD_SIZE 2 and 3"),
-        ([Place(0, 2, 2), Place(0, 1, 2)], "rank 0 has LOCAL_RANK 2 of LOCAL_WORLD_SIZE 2"),
-        ([Place(0, 0, 4), Place(0, 1, 4)], "node 0 has 2 of the ranks, and they say LOCAL_WORLD_SIZE 4"),
+        ([RankPlace(0, 0, 2), RankPlace(0, 0, 2)], "ranks 0 and 1 both say LOCAL_RANK 0 on node 0"),
+        ([RankPlace(0, 0, 2), RankPlace(0, 1, 3)], "ranks 0 and 1 are on node 0, with LOCAL_WORLD_SIZE 2 and 3"),
+        ([RankPlace(0, 2, 2), RankPlace(0, 1, 2)], "rank 0 has LOCAL_RANK 2 of LOCAL_WORLD_SIZE 2"),
+        ([RankPlace(0, 0, 4), RankPlace(0, 1, 4)], "node 0 has 2 of the ranks, and they say LOCAL_WORLD_SIZE 4"),
     ],
 )
-def test_ranks_that_contradict_each_other_are_an_error_that_names_them_alike_on_all(places: list[Place], said: str):
+def test_ranks_that_contradict_each_other_are_an_error_that_names_them_alike_on_all(places: list[RankPlace], said: str):
     errors = set()
     for rank in range(len(places)):
         with pytest.raises(ValueError, match=said) as caught:
@@ -112,7 +112,7 @@ def test_ranks_that_contradict_each_other_are_an_error_that_names_them_alike_on_
 
 
 def test_a_model_on_some_ranks_of_each_node_has_a_hierarchy_of_these():
-    places = [Place(0, 1, 4), Place(0, 3, 4), Place(1, 1, 4), Place(1, 3, 4)]
+    places = [RankPlace(0, 1, 4), RankPlace(0, 3, 4), RankPlace(1, 1, 4), RankPlace(1, 3, 4)]
     assert of_places(places, 2, whole=False) == Hierarchy(((0, 1), (2, 3)), 2)
 
 

@@ -14,7 +14,7 @@ from commlib.codecs.base import LayerSpec, Seeds
 from commlib.codecs.memory_store import MemoryStore
 from commlib.codecs.registry import compressors, make
 from commlib.codecs.slots import Memory
-from commlib.exchange.layer_task import Item
+from commlib.exchange.layer_task import LayerTask
 from commlib.exchange.registry import EXCHANGES
 from commlib.exchange.scatter_gather import stripes
 from commlib.groups.world import World
@@ -146,7 +146,7 @@ def test_ranks_that_ask_for_different_collectives_are_refused_by_the_simulation(
     trips = []
     for rank, (grad, route) in enumerate(zip((a, b), routes, strict=True)):
         spec = LayerSpec.of(grad, "x")
-        item = Item(spec, route.codec, grad, Memory({}, {}), Seeds(0, 0, "x"), Meter(grad.device), Memory({}, {}))
+        item = LayerTask(spec, route.codec, grad, Memory({}, {}), Seeds(0, 0, "x"), Meter(grad.device), Memory({}, {}))
         trips.append(EXCHANGES[route.exchange].rounds([item], World(rank, 2), None))
     with pytest.raises(ValueError, match="a real group would hang"):
         run(trips)

@@ -10,7 +10,7 @@ from commlib.codecs.base import Seeds
 from commlib.codecs.registry import make
 from commlib.codecs.slots import Memory
 from commlib.exchange.collectives import Among, PushPull
-from commlib.exchange.layer_task import Item
+from commlib.exchange.layer_task import LayerTask
 from commlib.exchange.push_pull import PushPullExchange
 from commlib.groups.world import World
 from commlib.planning.route import resolve
@@ -19,12 +19,12 @@ from commlib.runtime.layers import LayerSpec
 from commlib.telemetry.stats import Meter
 
 
-def item(grad: Tensor, name: str = "layer") -> Item:
+def item(grad: Tensor, name: str = "layer") -> LayerTask:
     spec = LayerSpec.of(grad, name)
-    return Item(spec, make("none"), grad, Memory({}, {}), Seeds(0, 0, name), Meter(grad.device), Memory({}, {}))
+    return LayerTask(spec, make("none"), grad, Memory({}, {}), Seeds(0, 0, name), Meter(grad.device), Memory({}, {}))
 
 
-def asked(items: list[Item], world: World) -> list[PushPull]:
+def asked(items: list[LayerTask], world: World) -> list[PushPull]:
     (batch,) = PushPullExchange().rounds(items, world, None)  # one round, and nothing to compute after it
     calls = [c.call for c in batch if isinstance(c, Among) and c.scope == "servers"]
     assert len(calls) == len(batch) == len(items)

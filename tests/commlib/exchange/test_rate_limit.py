@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.exchange.rate_limit import Pacer, RateLimit
+from commlib.exchange.rate_limit import RateLimit, TokenBucket
 
 RATES = st.floats(1.0, 1e9)
 DEPTHS = st.floats(1.0, 1e6)
@@ -19,7 +19,7 @@ PAUSES = st.one_of(st.just(0.0), st.floats(0.0, 1e3))
 
 def grants(rate: float, depth: float, requests: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """(when, bytes) of what was granted, each request made so long after the one before."""
-    pacer, now, found = Pacer(rate, depth), 0.0, []
+    pacer, now, found = TokenBucket(rate, depth), 0.0, []
     for pause, nbytes in requests:
         now += pause
         wait = pacer.take(now, nbytes)
@@ -53,7 +53,7 @@ def test_who_keeps_asking_gets_the_whole_rate(rate: float, depth: float, count: 
 
 
 def test_a_pause_fills_the_bucket_and_no_more() -> None:
-    pacer = Pacer(100.0, 50.0)
+    pacer = TokenBucket(100.0, 50.0)
     assert pacer.take(0.0, 50) == 0.0
     assert pacer.take(0.0, 50) == pytest.approx(0.5)
     assert pacer.take(1000.0, 50) == 0.0
@@ -61,7 +61,7 @@ def test_a_pause_fills_the_bucket_and_no_more() -> None:
 
 
 def test_what_is_larger_than_the_bucket_waits_until_it_is_full_and_leaves_a_debt() -> None:
-    pacer = Pacer(100.0, 50.0)
+    pacer = TokenBucket(100.0, 50.0)
     assert pacer.take(0.0, 10) == 0.0
     assert pacer.take(0.0, 200) == pytest.approx(0.1)
     assert pacer.take(0.1, 10) == pytest.approx(1.6)  # 200 − 50 + 10 bytes at 100 a second

@@ -11,7 +11,7 @@ from commlib.codecs.base import LayerSpec, Memory, Seeds
 from commlib.codecs.registry import make
 from commlib.exchange import reduce_scatter
 from commlib.exchange.collectives import AllToAll
-from commlib.exchange.layer_task import Item
+from commlib.exchange.layer_task import LayerTask
 from commlib.exchange.reduce_scatter import ReduceScatter
 from commlib.groups.world import World
 from commlib.planning.route import Route, resolve
@@ -25,7 +25,7 @@ SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
 def test_rows_are_what_fsdp2_copies_gradients_into(shapes: list[tuple[int, ...]], world: int) -> None:
     specs = [LayerSpec(f"layer{i}", shape) for i, shape in enumerate(shapes)]
     grads = [torch.randn(shape) for shape in shapes]
-    row = reduce_scatter.Row.of(specs, world)
+    row = reduce_scatter.ReduceScatterLayout.of(specs, world)
     table = torch.full((world, row.length), torch.nan)
     torch._chunk_cat(grads, dim=0, num_chunks=world, out=table)  # FSDP2's
     for spec, grad, start in zip(specs, grads, row.starts, strict=True):
@@ -40,13 +40,13 @@ def exchanged(
 ) -> list[torch.Tensor]:
     """What every rank owns of the mean, by ranks in this process."""
     world, specs = len(grads), [LayerSpec(f"layer{i}", shape) for i, shape in enumerate(shapes)]
-    codec, row, meeting = make(rule), reduce_scatter.Row.of(specs, world), Meeting(world)
+    codec, row, meeting = make(rule), reduce_scatter.ReduceScatterLayout.of(specs, world), Meeting(world)
     outs, trips, under_way = [], [], []
     for rank in range(world):
         table = torch.zeros(world, row.length)
         torch._chunk_cat(grads[rank], dim=0, num_chunks=world, out=table)
         items = [
-            Item(s, codec, table, memory[rank][i], Seeds(0, step, s.name), Meter(table.device), Memory({}, {}))
+            LayerTask(s, codec, table, memory[rank][i], Seeds(0, step, s.name), Meter(table.device), Memory({}, {}))
             for i, s in enumerate(specs)
         ]
         outs.append(torch.full((row.length,), torch.nan))
@@ -63,7 +63,7 @@ def exchanged(
 def assembled(shapes: list[tuple[int, ...]], outs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Layers of what ranks own."""
     specs = [LayerSpec("layer", shape) for shape in shapes]
-    row = reduce_scatter.Row.of(specs, len(outs))
+    row = reduce_scatter.ReduceScatterLayout.of(specs, len(outs))
     return [
         torch.cat(
             [

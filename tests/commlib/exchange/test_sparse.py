@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from commlib.codecs.base import LayerSpec, Memory, Seeds
 from commlib.codecs.registry import make
-from commlib.exchange.layer_task import Item
+from commlib.exchange.layer_task import LayerTask
 from commlib.exchange.registry import EXCHANGES
 from commlib.groups.world import World
 from commlib.planning.planner import make_plan
@@ -47,7 +47,7 @@ def exchanged(rule: str, grads: list[Tensor], of: LayerSpec, step: int = 0) -> t
     grads, meters = [g.clone() for g in grads], [Meter(CPU) for _ in grads]
     ways = []
     for rank, (grad, meter) in enumerate(zip(grads, meters, strict=True)):
-        item = Item(of, make(rule), grad, NOTHING, Seeds(0, step, of.name), meter, NOTHING)
+        item = LayerTask(of, make(rule), grad, NOTHING, Seeds(0, step, of.name), meter, NOTHING)
         ways.append(EXCHANGES["sparse"].rounds([item], World(rank, len(grads)), None))
     run(ways)
     return grads, meters

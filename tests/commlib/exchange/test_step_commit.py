@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from commlib.codecs.memory_store import MemoryStore
-from commlib.exchange.step_commit import Steps
+from commlib.exchange.step_commit import StepCommit
 
 
-def step(steps: Steps, *, remembers: bool, value: float = 1.0) -> bool:
+def step(steps: StepCommit, *, remembers: bool, value: float = 1.0) -> bool:
     """One, of one bucket. Whether it was watched."""
     steps.begin(remembers=remembers)
     if steps.watched:
@@ -23,7 +23,7 @@ def step(steps: Steps, *, remembers: bool, value: float = 1.0) -> bool:
 
 
 def test_routes_without_memory_need_no_watching() -> None:
-    steps = Steps(MemoryStore())
+    steps = StepCommit(MemoryStore())
     assert [step(steps, remembers=False, value=v) for v in (1.0, math.nan, 1.0)] == [False] * 3
     steps.settle()
     assert (steps.count, steps.skipped) == (3, 0)
@@ -31,7 +31,7 @@ def test_routes_without_memory_need_no_watching() -> None:
 
 @pytest.mark.parametrize("last", [1.0, math.inf])
 def test_what_was_left_is_watched_until_a_step_has_counted_in_which_it_went_out(last: float) -> None:
-    steps = Steps(MemoryStore())
+    steps = StepCommit(MemoryStore())
     assert [step(steps, remembers=True, value=v) for v in (1.0, 1.0, last)] == [True] * 3
     assert step(steps, remembers=False, value=math.nan)  # it did not go out
     assert step(steps, remembers=False, value=1.0)
@@ -43,7 +43,7 @@ def test_what_was_left_is_watched_until_a_step_has_counted_in_which_it_went_out(
 
 
 def test_a_step_discarded_afterwards_has_not_taken_anything_out() -> None:
-    steps = Steps(MemoryStore())
+    steps = StepCommit(MemoryStore())
     step(steps, remembers=True)
     assert step(steps, remembers=False)
     steps.settle()
@@ -53,7 +53,7 @@ def test_a_step_discarded_afterwards_has_not_taken_anything_out() -> None:
 
 
 def test_after_a_state_was_loaded_the_first_step_is_watched() -> None:
-    steps = Steps(MemoryStore())
+    steps = StepCommit(MemoryStore())
     step(steps, remembers=False)
     steps.settle()
     steps.resume(7)
@@ -67,7 +67,7 @@ def test_after_a_state_was_loaded_the_first_step_is_watched() -> None:
 @pytest.mark.parametrize("value", [0.0, 3e4, math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("at", [0, 3000])
 def test_one_value_that_is_not_finite_is_seen_wherever_it_is(dtype: torch.dtype, value: float, at: int) -> None:
-    steps = Steps(MemoryStore())
+    steps = StepCommit(MemoryStore())
     for values in (torch.ones(5000), torch.ones(5000), torch.zeros(0)):
         steps.begin(remembers=True)
         values[at : at + 1] = value
@@ -82,7 +82,7 @@ def test_one_value_that_is_not_finite_is_seen_wherever_it_is(dtype: torch.dtype,
 
 
 def test_finite_values_whose_squares_are_not_are_finite() -> None:
-    steps = Steps(MemoryStore())
+    steps = StepCommit(MemoryStore())
     assert step(steps, remembers=True, value=-3e38)
     steps.settle()
     assert steps.count == 1
@@ -102,7 +102,7 @@ def test_finite_values_whose_squares_are_not_are_finite() -> None:
 def test_scales_stand_for_values_while_they_are_of_an_ordinary_size(
     scales: list[float], value: float, counts: bool
 ) -> None:
-    steps = Steps(MemoryStore())
+    steps = StepCommit(MemoryStore())
     steps.begin(remembers=True)
     values = torch.full((10,), value)
     steps.check(values, [torch.tensor([s]) for s in scales])

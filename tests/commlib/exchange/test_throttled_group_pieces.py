@@ -13,7 +13,7 @@ from torch import Tensor
 
 from commlib.exchange import throttled_group
 from commlib.exchange.collectives import AllGather, AllReduce, AllToAll, Collective, Rounds
-from commlib.exchange.throttled_group import Piece
+from commlib.exchange.throttled_group import CollectivePiece
 from commlib.planning.simulate import run
 
 SIZES = st.integers(1, 4)
@@ -50,7 +50,7 @@ def carry_out(groups: list[Rank], cut: list[Any], most: float, smallest: float) 
 
     def rounds(group: Rank, parts: Any) -> Rounds:
         for piece in parts:
-            assert isinstance(piece, Piece)
+            assert isinstance(piece, CollectivePiece)
             piece.start()
             asked = group.asked.pop()
             assert piece.sent == asked.wire_bytes(group.world)

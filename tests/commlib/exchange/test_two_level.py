@@ -17,7 +17,7 @@ from commlib.exchange import two_level
 from commlib.exchange.collectives import AllReduce, Among, scope_of
 from commlib.exchange.hierarchy import Hierarchy, refuse
 from commlib.exchange.lanes import scopes
-from commlib.exchange.layer_task import Item
+from commlib.exchange.layer_task import LayerTask
 from commlib.groups.world import World
 from commlib.planning.route import Route
 from commlib.planning.simulate import exchange_once, run
@@ -154,7 +154,7 @@ def test_random_codecs_draw_other_numbers_for_each_stripe():
 def bucket(pairs: list[str], h: Hierarchy, seen: list[list[str]], seed: int) -> tuple[Any, list[torch.Tensor]]:
     """A bucket of layers of odd shapes by several routes, and what its gradients become; ``seen`` gets its scopes."""
     grads, cuts = [], {}
-    routes: dict[str, list[Item]] = {}
+    routes: dict[str, list[LayerTask]] = {}
     for i, (pair, shape) in enumerate(zip(pairs, [(7, 5), (1, 9), (), (33,)] * 4, strict=False)):
         r = route(pair if shape else "none@dense")
         spec = LayerSpec(f"layer{i}", shape)
@@ -163,7 +163,7 @@ def bucket(pairs: list[str], h: Hierarchy, seen: list[list[str]], seed: int) -> 
         grad = torch.randn(shape, generator=torch.Generator().manual_seed(seed + i))
         memory = Memory.zeros(r.codec, part.spec)
         owner = Memory.zeros(r.codec, stripe.spec) if stripe else Memory({}, {})
-        item = Item(spec, r.codec, grad, memory, Seeds(0, 0, spec.name), Meter(grad.device), owner)
+        item = LayerTask(spec, r.codec, grad, memory, Seeds(0, 0, spec.name), Meter(grad.device), owner)
         routes.setdefault(r.exchange, []).append(item)
         cuts[spec.name] = h.cut(r.codec, spec)
         grads.append(grad)

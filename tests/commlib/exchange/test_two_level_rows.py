@@ -14,10 +14,10 @@ from commlib.codecs.base import LayerSpec, Seeds
 from commlib.codecs.slots import Memory
 from commlib.exchange import two_level
 from commlib.exchange.collectives import Rounds, scope_of
-from commlib.exchange.factors.rounds import Again, First, Habit, Trip
+from commlib.exchange.factors.rounds import Again, FactorRounds, First, RowHistory
 from commlib.exchange.hierarchy import Hierarchy
 from commlib.exchange.lanes import scopes
-from commlib.exchange.layer_task import Item
+from commlib.exchange.layer_task import LayerTask
 from commlib.exchange.registry import BY_ROWS
 from commlib.groups.world import World
 from commlib.planning.route import resolve
@@ -32,14 +32,14 @@ SHAPE = (6, 5)  # of the layer that sends its rows
 OTHERS = {"none": (7, 3), "onebit@gather": (9, 4), "int8:ef=off@scatter_gather": (33,)}
 
 
-def item(h: Hierarchy, pair: str, grad: Tensor, **more: Any) -> Item:
+def item(h: Hierarchy, pair: str, grad: Tensor, **more: Any) -> LayerTask:
     """A layer of this gradient; its memory is of this rank's stripe."""
     codec = resolve(pair, 2).codec
     spec = LayerSpec(pair, tuple(grad.shape), **more)
     part = h.share(codec, spec)
     stripe = resolve(pair, 2).carrier().owned(codec, part.spec, part.world)
     owner = Memory.zeros(codec, stripe.spec) if stripe else Memory({}, {})
-    return Item(spec, codec, grad, Memory.zeros(codec, part.spec), Seeds(0, 0, pair), Meter(CPU), owner)
+    return LayerTask(spec, codec, grad, Memory.zeros(codec, part.spec), Seeds(0, 0, pair), Meter(CPU), owner)
 
 
 def watched(rounds: Rounds, meeting: Meeting, seen: list[set[str]]) -> Rounds:
@@ -66,11 +66,11 @@ def test_in_one_bucket_some_layers_go_by_rows_and_some_over_two_levels(name, nod
     size = nodes * local
     table = tuple(tuple(range(n * local, (n + 1) * local)) for n in range(nodes))
     gen, start, again = torch.Generator().manual_seed(size), Meeting(size), Meeting(size)
-    habits = [Habit() for _ in range(size)]
+    habits = [RowHistory() for _ in range(size)]
     trips, buckets, true = [], [], []
     for rank, habit in enumerate(habits):
         habit.expect(room)  # too little for some: then they gather again, or sum the matrices
-        trip = Trip(BY_ROWS[name].sending(NONE, *SHAPE, World(rank, size)), habit, CPU)
+        trip = FactorRounds(BY_ROWS[name].sending(NONE, *SHAPE, World(rank, size)), habit, CPU)
         u, v = (torch.randn(counts[rank], n, generator=gen) for n in SHAPE[::-1])
         trip.start([(u, v)] if counts[rank] else [], False, start)
         trip.late = late and rank == 1
@@ -85,7 +85,7 @@ def test_in_one_bucket_some_layers_go_by_rows_and_some_over_two_levels(name, nod
         h = Hierarchy(table, rank)
         spec = LayerSpec("l.weight", SHAPE, kind="linear.weight", layer="l")
         nothing = Memory({}, {})
-        by_rows = Item(spec, NONE, grad, nothing, Seeds(0, 0, "l"), Meter(CPU), nothing, trip)
+        by_rows = LayerTask(spec, NONE, grad, nothing, Seeds(0, 0, "l"), Meter(CPU), nothing, trip)
         routes = {name: [by_rows]}
         cuts = {}
         for pair, g in zip(others, rest, strict=True):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from commlib.codecs.base import LayerSpec, Slot
 from commlib.codecs.memory_store import MemoryStore
-from commlib.exchange.step_commit import Steps
+from commlib.exchange.step_commit import StepCommit
 from commlib.fsdp.gradients import Sorter
 from commlib.fsdp.param_groups import Unit
 from commlib.fsdp.plan import Replicas, plan_of
@@ -24,7 +24,7 @@ UNIT = Unit("the root", types.SimpleNamespace(device=CPU), None, list(SPECS), SP
 def sorter(rule: str, shard: World, store: MemoryStore, replicas: Replicas | None = None) -> Sorter:
     plan = plan_of(list(SPECS.values()), rule, world=shard.size, min_size=0, replicas=replicas)
     meters = {name: Meter(CPU) for name in SPECS}
-    return Sorter(plan, shard, store, Steps(store), meters, dense_steps=0, seed=0)
+    return Sorter(plan, shard, store, StepCommit(store), meters, dense_steps=0, seed=0)
 
 
 def mesh(rank: int) -> tuple[World, Replicas]:

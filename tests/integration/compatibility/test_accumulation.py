@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
-from commlib.exchange.factors.retained import Kept
+from commlib.exchange.factors.retained import RetainedInput
 from commlib.exchange.registry import BY_ROWS
 from commlib.groups.world import World
 from tests.support.rank_pool import Fleet
@@ -170,13 +170,13 @@ def test_whatever_is_done_with_it_gradients_are_those_of_plain_ddp(fleet: Fleet,
 # -- what is kept, by itself ----------------------------------------------------------------------
 
 
-def layer() -> tuple[nn.Linear, Kept]:
+def layer() -> tuple[nn.Linear, RetainedInput]:
     torch.manual_seed(0)
     linear = nn.Linear(3, 2)
-    return linear, Kept(list(linear.parameters()))
+    return linear, RetainedInput(list(linear.parameters()))
 
 
-def passed(linear: nn.Linear, kept: Kept, *extra: float) -> bool:
+def passed(linear: nn.Linear, kept: RetainedInput, *extra: float) -> bool:
     """A pass without an exchange."""
     products = [torch.full_like(p, 1.0) for p in linear.parameters()]
     kept.made(products)

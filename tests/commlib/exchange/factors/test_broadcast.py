@@ -15,10 +15,10 @@ from commlib.codecs.base import Seeds
 from commlib.codecs.memory_store import MemoryStore
 from commlib.codecs.registry import make
 from commlib.exchange.collectives import Rounds
-from commlib.exchange.factors.payload import Room
-from commlib.exchange.factors.rounds import Again, First, Habit, Trip
+from commlib.exchange.factors.payload import RowCapacity
+from commlib.exchange.factors.rounds import Again, FactorRounds, First, RowHistory
 from commlib.exchange.factors.tap import Rows
-from commlib.exchange.layer_task import Item
+from commlib.exchange.layer_task import LayerTask
 from commlib.exchange.registry import BY_ROWS, EXCHANGES
 from commlib.groups.world import World
 from commlib.planning.simulate import run
@@ -101,9 +101,9 @@ def exchange(name: str, step: Step, dtype: torch.dtype = torch.float32) -> tuple
     ]
     trips, items = [], []
     for rank, rows in enumerate(had):
-        habit, world = Habit(), World(rank, size)
+        habit, world = RowHistory(), World(rank, size)
         habit.saw(step.room, dtype)
-        trip = Trip(BY_ROWS[name].sending(NONE, step.n, step.m, world), habit, CPU)
+        trip = FactorRounds(BY_ROWS[name].sending(NONE, step.n, step.m, world), habit, CPU)
         trip.start(rows, rank == step.dirty, meeting)
         trip.late = rank == step.late
         trips.append(trip)
@@ -111,7 +111,7 @@ def exchange(name: str, step: Step, dtype: torch.dtype = torch.float32) -> tuple
         grads = [torch.zeros(spec.numel, dtype=dtype) for spec in specs]
         items.append(
             [
-                Item(spec, NONE, grad, memory, Seeds(0, 0, spec.name), Meter(CPU), memory, trip)
+                LayerTask(spec, NONE, grad, memory, Seeds(0, 0, spec.name), Meter(CPU), memory, trip)
                 for spec, grad in zip(specs, grads, strict=True)
             ]
         )
@@ -170,7 +170,7 @@ def test_the_plan_s_bytes_are_those_that_the_busiest_rank_sends(
     predicted = carry(NONE, spec, size) + carry(NONE, bias, size)
     sending = BY_ROWS[name].sending(NONE, step.n, step.m, World(size - 1, size))
     ring = 2 * (size - 1) / size * step.n * step.m * 4
-    if sending.busiest(Room(rows)) + 16 * (size - 1) >= ring:
+    if sending.busiest(RowCapacity(rows)) + 16 * (size - 1) >= ring:
         return  # the matrices are summed
     found, _ = exchange(name, step)
     words, headers = 2 * (size - 1) / size * 8, 16 * (size - 1)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from commlib.codecs.registry import make
-from commlib.exchange.factors.payload import DTYPES, Payload, Room, refuse
+from commlib.exchange.factors.payload import DTYPES, RowCapacity, RowPayload, refuse
 from commlib.exchange.factors.tap import Rows
 
 EXACT = "fp32"
@@ -17,8 +17,8 @@ CODECS = {EXACT: 0.0, "bf16": 2**-8, "fp16": 2**-10, "int8:ef=off": 2**-7, "natu
 SEEDS = (5, 6)
 
 
-def payload(n: int, m: int, codec: str) -> Payload:
-    return Payload(n, m, None if codec == EXACT else make(codec).inner if codec in ("bf16", "fp16") else make(codec))  # type: ignore[attr-defined]
+def payload(n: int, m: int, codec: str) -> RowPayload:
+    return RowPayload(n, m, None if codec == EXACT else make(codec).inner if codec in ("bf16", "fp16") else make(codec))  # type: ignore[attr-defined]
 
 
 def calls(n: int, m: int, counts: list[int]) -> list[Rows]:
@@ -26,7 +26,7 @@ def calls(n: int, m: int, counts: list[int]) -> list[Rows]:
     return [(torch.randn(k, m, generator=gen), torch.randn(k, n, generator=gen)) for k in counts]
 
 
-def written(p: Payload, room: Room, rows: list[Rows]) -> Tensor:
+def written(p: RowPayload, room: RowCapacity, rows: list[Rows]) -> Tensor:
     body = torch.zeros(p.nbytes(room), dtype=torch.uint8)
     p.write(body, room, rows, SEEDS)
     return body
@@ -37,7 +37,7 @@ def written(p: Payload, room: Room, rows: list[Rows]) -> Tensor:
     n=st.integers(1, 9), m=st.integers(1, 9), counts=st.lists(st.integers(0, 4), max_size=3), spare=st.integers(0, 3)
 )
 def test_rows_of_all_calls_come_back_in_order(codec: str, n: int, m: int, counts: list[int], spare: int) -> None:
-    p, rows, room = payload(n, m, codec), calls(n, m, counts), Room(sum(counts) + spare)
+    p, rows, room = payload(n, m, codec), calls(n, m, counts), RowCapacity(sum(counts) + spare)
     body = written(p, room, rows)
     assert len(body) % 8 == 0
     u, v = p.read(body, room, sum(counts))
@@ -50,22 +50,22 @@ def test_rows_of_all_calls_come_back_in_order(codec: str, n: int, m: int, counts
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_travel_in_their_own_dtype_unless_a_codec_wants_float32(dtype: torch.dtype) -> None:
     rows = [(u.to(dtype), v.to(dtype)) for u, v in calls(3, 2, [4])]
-    exact, coded = Payload(3, 2), Payload(3, 2, make("natural"))
+    exact, coded = RowPayload(3, 2), RowPayload(3, 2, make("natural"))
     assert exact.dtype(rows, torch.float16) is dtype
     assert exact.dtype([], torch.float16) is torch.float16
     assert coded.dtype(rows, torch.float16) is torch.float32
-    u, v = exact.read(written(exact, Room(4, dtype), rows), Room(4, dtype), 4)
+    u, v = exact.read(written(exact, RowCapacity(4, dtype), rows), RowCapacity(4, dtype), 4)
     assert torch.equal(u, rows[0][0])
     assert torch.equal(v, rows[0][1])
 
 
 def test_compressed_rows_take_the_bytes_that_the_codec_says() -> None:
-    assert Payload(16, 8).nbytes(Room(4)) == 4 * 24 * 4
-    assert Payload(16, 8, make("fp16").inner).nbytes(Room(4)) == 4 * 24 * 2  # type: ignore[attr-defined]
+    assert RowPayload(16, 8).nbytes(RowCapacity(4)) == 4 * 24 * 4
+    assert RowPayload(16, 8, make("fp16").inner).nbytes(RowCapacity(4)) == 4 * 24 * 2  # type: ignore[attr-defined]
 
 
 def test_inputs_and_gradients_draw_from_seeds_of_their_own() -> None:
-    p, room = Payload(4, 4, make("qsgd:levels=1")), Room(50)
+    p, room = RowPayload(4, 4, make("qsgd:levels=1")), RowCapacity(50)
     same = torch.rand(50, 4, generator=torch.Generator().manual_seed(0))
     u, v = p.read(written(p, room, [(same, same)]), room, 50)
     assert not torch.equal(u, v)

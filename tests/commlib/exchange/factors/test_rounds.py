@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from commlib.exchange.factors.delivery import Sending, Shares, ToAll, ToOwners
-from commlib.exchange.factors.payload import Payload, Room
-from commlib.exchange.factors.rounds import Habit, Trip
+from commlib.exchange.factors.delivery import BlockShares, BroadcastDelivery, OwnerDelivery, RowDelivery
+from commlib.exchange.factors.payload import RowCapacity, RowPayload
+from commlib.exchange.factors.rounds import FactorRounds, RowHistory
 from commlib.groups.world import World
 from tests.support.tiny_ddp import Meeting
 
@@ -21,12 +21,12 @@ N, M = 4, 7  # an odd number of values in a row
 CPU = torch.device("cpu")
 
 
-def to_all(world: World) -> Sending:
-    return ToAll(Payload(N, M), world)
+def to_all(world: World) -> RowDelivery:
+    return BroadcastDelivery(RowPayload(N, M), world)
 
 
-def to_owners(world: World) -> Sending:
-    return ToOwners(N, M, world)
+def to_owners(world: World) -> RowDelivery:
+    return OwnerDelivery(N, M, world)
 
 
 @dataclasses.dataclass
@@ -57,23 +57,23 @@ def rows(k: int, gen: torch.Generator, half: bool) -> tuple[Tensor, Tensor]:
     return torch.randn(k, M, generator=gen).to(dtype), torch.randn(k, N, generator=gen).to(dtype)
 
 
-def part(to: Callable[[World], Sending], rank: int, size: int) -> tuple[slice, slice]:
+def part(to: Callable[[World], RowDelivery], rank: int, size: int) -> tuple[slice, slice]:
     """Columns of U and V that a rank gets."""
-    shares = Shares(N, M, size)
+    shares = BlockShares(N, M, size)
     return (slice(None), slice(None)) if to is to_all else (shares.inputs(rank), shares.outputs(rank))
 
 
 @pytest.mark.parametrize("to", [to_all, to_owners])
 @given(STEP)
 def test_ranks_get_the_rows_they_multiply_or_know_that_the_matrices_must_be_summed(
-    to: Callable[[World], Sending], steps: list[Step]
+    to: Callable[[World], RowDelivery], steps: list[Step]
 ) -> None:
     size = len(steps[0].calls)
     gen = torch.Generator().manual_seed(0)
-    habits = [Habit() for _ in range(size)]
+    habits = [RowHistory() for _ in range(size)]
     for step in steps:
         group = Meeting(size)
-        trips = [Trip(to(World(r, size)), habit, CPU) for r, habit in enumerate(habits)]
+        trips = [FactorRounds(to(World(r, size)), habit, CPU) for r, habit in enumerate(habits)]
         had = [[rows(k, gen, step.half) for k in calls] for calls in step.calls]
         for trip, mine, dirty in zip(trips, had, step.dirty, strict=True):
             trip.start(mine, dirty, group)
@@ -108,8 +108,8 @@ def test_ranks_get_the_rows_they_multiply_or_know_that_the_matrices_must_be_summ
 
 
 def test_room_is_what_was_needed_lately_and_is_given_up_after_twenty_steps() -> None:
-    habit = Habit()
-    assert habit.room == Room(0)
+    habit = RowHistory()
+    assert habit.room == RowCapacity(0)
     for needed in (4, 9, 4):
         habit.saw(needed, torch.float32)
     assert habit.room.rows == 9
@@ -119,26 +119,26 @@ def test_room_is_what_was_needed_lately_and_is_given_up_after_twenty_steps() -> 
 
 
 def test_a_trip_that_never_starts_says_so() -> None:
-    trip = Trip(to_all(World(0, 2)), Habit(), CPU)
+    trip = FactorRounds(to_all(World(0, 2)), RowHistory(), CPU)
     trip.give_up("the backward pass broke off")
     with pytest.raises(Exception, match="broke off"):
         trip.wait()
 
 
 def test_rows_of_an_odd_dtype_are_refused() -> None:
-    trip = Trip(to_all(World(0, 1)), Habit(), CPU)
+    trip = FactorRounds(to_all(World(0, 1)), RowHistory(), CPU)
     odd = torch.zeros(1, M, dtype=torch.complex64), torch.zeros(1, N, dtype=torch.complex64)
     with pytest.raises(TypeError, match="complex64"):
         trip.start([odd], False, Meeting(1))
 
 
 def started(
-    calls: list[int], habits: list[Habit], dirty: bool = False
-) -> tuple[list[Trip], list[tuple[Tensor, Tensor]]]:
+    calls: list[int], habits: list[RowHistory], dirty: bool = False
+) -> tuple[list[FactorRounds], list[tuple[Tensor, Tensor]]]:
     """A step of so many rows on each rank, after its first round; and these rows. The last rank may be dirty."""
     size, gen = len(calls), torch.Generator().manual_seed(0)
     group, had = Meeting(size), [rows(k, gen, False) for k in calls]
-    trips = [Trip(to_all(World(r, size)), habit, CPU) for r, habit in enumerate(habits)]
+    trips = [FactorRounds(to_all(World(r, size)), habit, CPU) for r, habit in enumerate(habits)]
     for trip, mine in zip(trips, had, strict=True):
         trip.start([mine], dirty and trip is trips[-1], group)
     return trips, had
@@ -147,12 +147,12 @@ def started(
 @pytest.mark.parametrize(("k", "way"), [(1, "again"), (8, "summed")])
 def test_rows_go_again_only_while_that_takes_fewer_bytes_than_the_matrices(k: int, way: str) -> None:
     """4·(N + M) bytes a row, and 4·N·M of the matrices."""
-    trips, _ = started([k, k], [Habit(), Habit()])
+    trips, _ = started([k, k], [RowHistory(), RowHistory()])
     assert [trip.way() for trip in trips] == [way] * 2
 
 
 def test_rows_that_just_fill_the_room_arrive_in_the_first_round() -> None:
-    habits = [Habit(), Habit()]
+    habits = [RowHistory(), RowHistory()]
     for habit in habits:
         habit.expect(3)
     trips, had = started([3, 1], habits)
@@ -164,7 +164,7 @@ def test_rows_that_just_fill_the_room_arrive_in_the_first_round() -> None:
 
 
 def test_gradient_besides_the_rows_has_the_matrices_summed_though_all_rows_have_come() -> None:
-    habits = [Habit(), Habit()]
+    habits = [RowHistory(), RowHistory()]
     for habit in habits:
         habit.expect(3)
     trips, _ = started([3, 3], habits, dirty=True)

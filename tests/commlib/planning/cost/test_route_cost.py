@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.exchange.factors.delivery import ToAll, ToOwners
-from commlib.exchange.factors.payload import Payload, Room
-from commlib.exchange.factors.rounds import Habit, Trip
+from commlib.exchange.factors.delivery import BroadcastDelivery, OwnerDelivery
+from commlib.exchange.factors.payload import RowCapacity, RowPayload
+from commlib.exchange.factors.rounds import FactorRounds, RowHistory
 from commlib.groups.world import World
 from commlib.messaging.link_model import Line, Link
 from commlib.planning.cost import route_cost, volume
@@ -81,9 +81,9 @@ def test_a_dense_exchange_takes_what_a_ring_does_by_the_textbook(s: Shape, laten
 
 @given(SHAPES.filter(lambda s: s.rows > 0))
 def test_a_layer_s_rows_are_as_many_bytes_as_its_trip_sends_but_for_padding(s: Shape) -> None:
-    habit = Habit()
+    habit = RowHistory()
     habit.expect(s.rows)
-    trip = Trip(ToAll(Payload(s.n, s.m), World(0, s.workers)), habit, torch.device("cpu"))
+    trip = FactorRounds(BroadcastDelivery(RowPayload(s.n, s.m), World(0, s.workers)), habit, torch.device("cpu"))
     padding = trip.wire_bytes() - factors(s, Link.ring(s.workers, 1, 0)).sent
     assert padding == (s.workers - 1) * (-s.factors * F32 % 8)  # the next rank's header begins at a multiple of 8
 
@@ -117,7 +117,7 @@ def test_owners_are_the_bytes_that_the_cost_model_counts_and_never_fewer_than_ar
     counted = volume.blocks_colocated(s) / 2 * F32
     assert sent == pytest.approx(counted) if whole else sent >= counted * (1 - 1e-12)
     padding = 7 * (p - 1)
-    assert ToOwners(s.n, s.m, World(p - 1, p)).busiest(Room(s.rows)) <= sent + padding
+    assert OwnerDelivery(s.n, s.m, World(p - 1, p)).busiest(RowCapacity(s.rows)) <= sent + padding
 
 
 def test_rows_of_half_as_many_bytes_a_value_are_half_as_many_bytes() -> None:

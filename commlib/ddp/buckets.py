@@ -128,7 +128,7 @@ def spans(buffer: Tensor, items: Sequence[LayerTask]) -> list[tuple[Tensor, Sequ
     return [(values, scales) for values, scales in [*found, (buffer[at:], ())] if values.numel()]
 
 
-class Sorter:
+class BucketPlanner:
     """Makes exchanges of buckets.
 
     Args:

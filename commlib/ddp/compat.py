@@ -23,16 +23,16 @@ _OWN_HOOKS = {
 }
 
 
-class Nobody:
+class CopiedState:
     """What a copy of a DDP model has in place of the hook's state: its reducer, which is new, has no hook."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"this came with a copy of a DDP model, and has no {name}: a copy is plain; attach to it")
 
 
-def nobody() -> Nobody:
+def nobody() -> CopiedState:
     """Of a copy or pickle."""
-    return Nobody()
+    return CopiedState()
 
 
 def advice(hook: str) -> str:
@@ -98,7 +98,7 @@ def check_ddp(ddp: Any) -> None:
             f"commlib.attach needs a torch.nn.parallel.DistributedDataParallel, got {type(ddp).__name__}: "
             "wrap the model first, ddp = DistributedDataParallel(model)"
         )
-    hooks = [hook for hook, state in getattr(ddp, "_comm_hooks", ()) if not isinstance(state, Nobody)]
+    hooks = [hook for hook, state in getattr(ddp, "_comm_hooks", ()) if not isinstance(state, CopiedState)]
     if hooks:
         name = getattr(hooks[0], "__qualname__", "unknown")
         raise ValueError(

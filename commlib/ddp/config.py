@@ -27,7 +27,7 @@ from commlib.server.worker.push_pull import Servers
 
 
 @dataclasses.dataclass(frozen=True)
-class Setup:
+class AttachConfig:
     """The same on every rank.
 
     Attributes:
@@ -58,7 +58,7 @@ class Setup:
         servers: Servers | None = None,
         *,
         idle: bool = False,
-    ) -> Setup:
+    ) -> AttachConfig:
         """For a model.
 
         Args:
@@ -105,7 +105,7 @@ class Setup:
         min_size: int,
         hierarchy: Hierarchy | None,
         servers: bool,
-    ) -> Setup:
+    ) -> AttachConfig:
         device, said = specs[0].device, str(policy)
         world = group.size() if hierarchy is None else hierarchy.inter.size
         plan = make_plan(specs, "none", world=world, min_size=min_size)
@@ -190,7 +190,7 @@ def _check_servers(servers: Servers | None, group: Any, device: torch.device, hi
         )
 
 
-def _check_served(setup: Setup, servers: Servers | None, idle: bool) -> None:
+def _check_served(setup: AttachConfig, servers: Servers | None, idle: bool) -> None:
     served = setup.served()
     if served and servers is None:
         raise ValueError(f"{served[0].name} goes by push_pull, and there are no servers: give servers='HOST:PORT'")

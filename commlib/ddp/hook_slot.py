@@ -15,18 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from commlib.ddp.compat import Nobody, check_ddp, nobody
+from commlib.ddp.compat import CopiedState, check_ddp, nobody
 from commlib.runtime.autograd import untraced
 
 
-class Behind(Protocol):
+class Attachable(Protocol):
     """A state that can be attached."""
 
     def exchange(self, bucket: Any, /) -> torch.futures.Future[Tensor]:
         """Exchanges one bucket of DDP's."""
 
 
-class Door:
+class HookSlot:
     """The hook's state as DDP sees it, or what that leads to.
 
     Args:
@@ -37,16 +37,16 @@ class Door:
         attached: who exchanges now; None: DDP's own exchange. To be changed between two steps, on all ranks.
     """
 
-    def __init__(self, group: Any, attached: Behind | None) -> None:
+    def __init__(self, group: Any, attached: Attachable | None) -> None:
         self._group, self.attached = group, attached
-        self.untraced = untraced(Door.reduce)
+        self.untraced = untraced(HookSlot.reduce)
 
-    def __reduce__(self) -> tuple[Callable[[], Nobody], tuple[()]]:
+    def __reduce__(self) -> tuple[Callable[[], CopiedState], tuple[()]]:
         """A copy of the model, or a pickle, is plain."""
         return nobody, ()
 
     @property
-    def door(self) -> Door:
+    def door(self) -> HookSlot:
         """Itself: what a hook has for a state leads to one."""
         return self
 
@@ -72,14 +72,14 @@ def _only(done: torch.futures.Future[list[Tensor]]) -> Tensor:
     return value
 
 
-_doors: weakref.WeakKeyDictionary[DistributedDataParallel, Door] = weakref.WeakKeyDictionary()
+_doors: weakref.WeakKeyDictionary[DistributedDataParallel, HookSlot] = weakref.WeakKeyDictionary()
 
 
-def door_of(ddp: DistributedDataParallel) -> Door | None:
+def door_of(ddp: DistributedDataParallel) -> HookSlot | None:
     """The one that a model has, whether its hook was registered by ``attach`` or by the user; None: it has none."""
     for _, state in ddp._comm_hooks:
         found = getattr(state, "door", None)
-        if isinstance(found, Door):
+        if isinstance(found, HookSlot):
             return found
     return _doors.get(ddp)
 
@@ -96,6 +96,6 @@ def check_free(ddp: Any) -> None:
         )
 
 
-def give(ddp: DistributedDataParallel, door: Door) -> Door:
+def give(ddp: DistributedDataParallel, door: HookSlot) -> HookSlot:
     """A model's door from now on: the one it has, or this one."""
     return _doors.setdefault(ddp, door_of(ddp) or door)

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from commlib.checkpoint.state_dict import needed_slots
 from commlib.codecs.memory_store import MemoryStore
 from commlib.codecs.registry import warm
-from commlib.ddp.buckets import Sorter
-from commlib.ddp.config import Setup
-from commlib.ddp.hook_slot import Door
-from commlib.ddp.observer import Lookout
-from commlib.ddp.resources import Wiring
+from commlib.ddp.buckets import BucketPlanner
+from commlib.ddp.config import AttachConfig
+from commlib.ddp.hook_slot import HookSlot
+from commlib.ddp.observer import PassiveObserver
+from commlib.ddp.resources import Resources
 from commlib.errors import PeerLost
 from commlib.exchange.factors.layers import FactorLayers
 from commlib.exchange.hierarchy import Hierarchy
@@ -38,11 +38,11 @@ from commlib.server.worker.push_pull import Servers
 _log = logging.getLogger("commlib")
 
 
-class Live(Loggable):
+class LiveChanges(Loggable):
     """The part of :class:`commlib.HookState` that can be changed between two steps."""
 
     world: World
-    door: Door
+    door: HookSlot
     _group: Any
     _key: str
     _timeout: float
@@ -54,9 +54,9 @@ class Live(Loggable):
     _plan: Plan
     _store: MemoryStore
     _steps: StepCommit
-    _sorter: Sorter
-    _wiring: Wiring
-    _lookout: Lookout | None = None
+    _sorter: BucketPlanner
+    _wiring: Resources
+    _lookout: PassiveObserver | None = None
 
     # -- what a user calls ----------------------------------------------------------------------
 
@@ -133,19 +133,19 @@ class Live(Loggable):
 
     # -- a plan comes into force ----------------------------------------------------------------
 
-    def _setup(self, module: nn.Module, compressor: Rules | Policy | Plan, *, live: bool = False) -> Setup:
+    def _setup(self, module: nn.Module, compressor: Rules | Policy | Plan, *, live: bool = False) -> AttachConfig:
         """What the user's rules come to; nothing is touched yet."""
-        setup = Setup.of(module, self._group, compressor, self._min_size, self._levels, self._servers, idle=live)
+        setup = AttachConfig.of(module, self._group, compressor, self._min_size, self._levels, self._servers, idle=live)
         warm(setup.codecs(), setup.device)
         return dataclasses.replace(setup, plan=fit(setup.plan, self._levels, self._about))
 
-    def _layers(self, module: nn.Module, setup: Setup) -> FactorLayers | None:
+    def _layers(self, module: nn.Module, setup: AttachConfig) -> FactorLayers | None:
         """Those whose rows may be caught, without taps yet."""
         on, seeds = weakref.WeakMethod(self._sorter.with_factors), weakref.WeakMethod(self._sorter.row_seeds)
         routes, watched = setup.row_routes(), setup.chosen_later
         return FactorLayers.of(module, setup.layers, self.world, on, seeds, routes, watched=watched)
 
-    def _turn(self, setup: Setup, factors: FactorLayers | None, key: str) -> None:
+    def _turn(self, setup: AttachConfig, factors: FactorLayers | None, key: str) -> None:
         """All ranks have agreed."""
         self._wiring.turn(self, setup, factors, key, self._sorter.meters)
         self._plan = setup.plan
@@ -189,7 +189,7 @@ class Live(Loggable):
 
     @abc.abstractmethod
     def exchange(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """As :meth:`commlib.ddp.hook_slot.Behind.exchange`."""
+        """As :meth:`commlib.ddp.hook_slot.Attachable.exchange`."""
 
     @abc.abstractmethod
     def _hook_if_needed(self) -> None:

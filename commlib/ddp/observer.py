@@ -70,7 +70,7 @@ class Fence(AllReduce):
         return 0.0
 
 
-class Lookout:
+class PassiveObserver:
     """Sees exchanges until :meth:`leave`. The model keeps it alive, and whom it tells.
 
     Args:
@@ -254,12 +254,12 @@ def _finalized(ddp: DistributedDataParallel) -> bool:
     return True
 
 
-def _one_is_ready(lookout: weakref.ref[Lookout], parameter: object) -> None:
+def _one_is_ready(lookout: weakref.ref[PassiveObserver], parameter: object) -> None:
     if (it := lookout()) is not None:
         it.one_is_ready()
 
 
-def _note(lookout: weakref.ref[Lookout], name: str, parameter: object) -> None:
+def _note(lookout: weakref.ref[PassiveObserver], name: str, parameter: object) -> None:
     if (it := lookout()) is not None:
         it.ready(name)
 
@@ -267,7 +267,7 @@ def _note(lookout: weakref.ref[Lookout], name: str, parameter: object) -> None:
 class _AtJoin:
     """Stands before the model's ``join_hook``, which every rank calls, even one that has no inputs at all."""
 
-    def __init__(self, lookout: weakref.ref[Lookout], ddp: DistributedDataParallel) -> None:
+    def __init__(self, lookout: weakref.ref[PassiveObserver], ddp: DistributedDataParallel) -> None:
         self._lookout, self._ddp = lookout, weakref.ref(ddp)
 
     def __call__(self, **options: Any) -> Any:

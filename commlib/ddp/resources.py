@@ -1,7 +1,8 @@
 """What plans need besides themselves: process groups and threads, taps on linear layers, servers, a manager.
 
-Another plan may come into force between two steps (:meth:`Wiring.turn`). What that needs, too, stays and is used again;
-what it lacks is made; so however often plans change, there are never more groups and threads than the largest needs.
+Another plan may come into force between two steps (:meth:`Resources.turn`). What that needs, too, stays and is used
+again; what it lacks is made; so however often plans change, there are never more groups and threads than the largest
+needs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from commlib.ddp.config import Setup
+from commlib.ddp.config import AttachConfig
 from commlib.exchange.factors.layers import FactorLayers
 from commlib.exchange.hierarchy import Hierarchy
 from commlib.exchange.lanes import Siblings, lay, make_sequencer, scopes
@@ -26,7 +27,7 @@ from commlib.server.worker.push_pull import Servers, join_servers
 from commlib.telemetry.stats import Meter
 
 
-class Wiring:
+class Resources:
     """Of one attached model.
 
     Args:
@@ -71,7 +72,7 @@ class Wiring:
         self.manager: Manager | None = None
         self._untap: Any = None
 
-    def refuse(self, setup: Setup) -> None:
+    def refuse(self, setup: AttachConfig) -> None:
         """Whether a plan can come into force while another is.
 
         Raises:
@@ -87,7 +88,7 @@ class Wiring:
     def turn(
         self,
         owner: object,
-        setup: Setup,
+        setup: AttachConfig,
         factors: FactorLayers | None,
         key: str,
         meters: Mapping[str, Meter],

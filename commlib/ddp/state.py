@@ -12,12 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commlib.checkpoint.state_dict import StateDict, from_state, to_state
 from commlib.codecs.memory_store import MemoryStore
-from commlib.ddp.buckets import Sorter
-from commlib.ddp.compat import Nobody, nobody
-from commlib.ddp.hook_slot import Door, give
-from commlib.ddp.live import Live
-from commlib.ddp.observer import Buckets, Fence, Lookout, visible
-from commlib.ddp.resources import Wiring
+from commlib.ddp.buckets import BucketPlanner
+from commlib.ddp.compat import CopiedState, nobody
+from commlib.ddp.hook_slot import HookSlot, give
+from commlib.ddp.live import LiveChanges
+from commlib.ddp.observer import Buckets, Fence, PassiveObserver, visible
+from commlib.ddp.resources import Resources
 from commlib.errors import PeerLost, check_numbers
 from commlib.exchange.rate_limit import RateLimit, check_limit
 from commlib.exchange.step_commit import StepCommit
@@ -35,7 +35,7 @@ from commlib.server.worker.push_pull import Servers
 from commlib.telemetry.stats import Meter, Stats
 
 
-class HookState(Live):
+class HookState(LiveChanges):
     """The state of commlib's DDP communication hook: plan, residuals, statistics.
 
     ``commlib.attach(ddp, …)`` makes one and registers it; in PyTorch's own style::
@@ -99,7 +99,7 @@ class HookState(Live):
             self._scale, self._store = LossScale(scaler, module), MemoryStore()
             self._steps = StepCommit(self._store)
             kept: dict[str, Any] = {"dense_steps": dense_steps, "seed": seed}
-            self._sorter = Sorter(setup.specs, self.world, self._levels, self._store, self._steps, **kept)
+            self._sorter = BucketPlanner(setup.specs, self.world, self._levels, self._store, self._steps, **kept)
             factors = self._layers(module, setup)
         except Exception as e:
             publish_failure(self._group, self._key, self.world, e)
@@ -109,12 +109,12 @@ class HookState(Live):
         agree(self._group, self._key, setup.terms(factors, self._terms), self.world, timeout)
         self._names = {id(p): n for n, p in trained_parameters(inside(module)).items()}
         where = self._group, self._key, self.world, setup.device, self._levels, self._about
-        self._wiring = Wiring(*where, limit, self._servers, timeout)
+        self._wiring = Resources(*where, limit, self._servers, timeout)
         weakref.finalize(self, self._wiring.close, wait=False)
         self._turn(setup, factors, self._key)
         self._shows(module, self._group, f"{self._key}/lost", setup.device, self._sorter.gauge, check_replicas)
         own = module.process_group if isinstance(module, DistributedDataParallel) else self._group
-        self.door, self.untraced = Door(own, self), untraced(HookState.reduce)
+        self.door, self.untraced = HookSlot(own, self), untraced(HookState.reduce)
 
     def follow(self, ddp: DistributedDataParallel) -> None:
         """Have this DDP model exchange by this state: it gets the hook as soon as there is something for that to do.
@@ -127,7 +127,7 @@ class HookState(Live):
             return  # it is registered already
         if self._idle() and self._group is ddp.process_group and visible(ddp):
             told = self._fence, self._exchanged, (self.door, hook)
-            self._lookout = Lookout(ddp, self._sorter.meters, self.world, *told)
+            self._lookout = PassiveObserver(ddp, self._sorter.meters, self.world, *told)
             self._parts += (self._lookout,)
             self._hook_if_needed()
         else:
@@ -188,7 +188,7 @@ class HookState(Live):
         """
         self._steps.discard()
 
-    def __reduce__(self) -> tuple[Callable[[], Nobody], tuple[()]]:
+    def __reduce__(self) -> tuple[Callable[[], CopiedState], tuple[()]]:
         """A copy of the model, or a pickle, is plain."""
         return nobody, ()
 
@@ -291,7 +291,7 @@ class HookState(Live):
             self._plan = self._manager.plan(self._plan)
 
 
-def hook(state: HookState | Door, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+def hook(state: HookState | HookSlot, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """The communication hook: ``ddp.register_comm_hook(commlib.HookState(ddp, …), commlib.hook)``."""
     future: torch.futures.Future[torch.Tensor] = state.untraced(state, bucket)
     return future

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from commlib.bench.exchange.combinations import Pair, choose
 from commlib.codecs.memory_store import MemoryStore
-from commlib.ddp.buckets import Sorter
+from commlib.ddp.buckets import BucketPlanner
 from commlib.exchange import chunking
 from commlib.exchange.buffers import StepBuffers
 from commlib.exchange.collectives import Rounds
@@ -99,7 +99,7 @@ class Rank:
         self.plan = make_plan(specs, rule, world=SIZE, min_size=0)
         self.store = MemoryStore()
         self.steps = StepCommit(self.store)
-        self.sorter = Sorter(specs, World(rank, size), levels, self.store, self.steps, dense_steps=0, seed=0)
+        self.sorter = BucketPlanner(specs, World(rank, size), levels, self.store, self.steps, dense_steps=0, seed=0)
 
     def rounds(self) -> Rounds:
         for trip in self.sorter.rounds(self.bucket, list(SHAPES), self.plan, None):

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import commlib
-from commlib.ddp.compat import Nobody
+from commlib.ddp.compat import CopiedState
 from commlib.groups.world import World
 from tests.support.rank_pool import Fleet
 from tests.support.tiers import full
@@ -78,7 +78,7 @@ def state_alone(world: World) -> list[str]:
     said = []
     for how in HOWS:
         twin = copied(comm, how)
-        assert type(twin) is Nobody
+        assert type(twin) is CopiedState
         with pytest.raises(AttributeError) as caught:
             twin.stats()
         said.append(str(caught.value))

@@ -1,4 +1,5 @@
-"""What FSDP2 is given in the place of its own collectives: they know their unit, and hand over to :class:`Traffic`.
+"""What FSDP2 is given in the place of its own collectives: they know their unit, and hand over to
+:class:`FsdpCommunicator`.
 
 FSDP2 runs them on the streams it has for that, and treats what they return as through in the order of these.
 """
@@ -13,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commlib.fsdp.communicator import Traffic
-from commlib.fsdp.param_groups import Unit
+from commlib.fsdp.communicator import FsdpCommunicator
+from commlib.fsdp.param_groups import ParamGroup
 
 
 class _Memory:
@@ -24,10 +25,10 @@ class _Memory:
         return torch.empty([int(n) for n in size], dtype=dtype, device=device)
 
 
-class ToOwners(_Memory):
+class GradientReduceScatter(_Memory):
     """A unit's gradients, by the plan; where all of them go as they are, by ``own``, FSDP2's collective."""
 
-    def __init__(self, traffic: Traffic, unit: Unit, own: Any) -> None:
+    def __init__(self, traffic: FsdpCommunicator, unit: ParamGroup, own: Any) -> None:
         self._traffic, self._unit, self._own = traffic, unit, own
         self._between = unit.replicate_group is not None  # then the plan is for what comes after
 
@@ -44,13 +45,13 @@ class ToOwners(_Memory):
             self._traffic.to_owners(self._unit, input_tensor, output_tensor, op)
 
 
-class ToAll(_Memory):
+class ParameterAllGather(_Memory):
     """A unit's parameters, by their codecs; any other all-gather than that of all chunks over all shards by ``own``.
 
     (After a forward pass FSDP2 may keep them sharded over fewer ranks: what it gathers then has been decoded before.)
     """
 
-    def __init__(self, traffic: Traffic, unit: Unit, own: Any) -> None:
+    def __init__(self, traffic: FsdpCommunicator, unit: ParamGroup, own: Any) -> None:
         self._traffic, self._unit, self._own = traffic, unit, own
         self._coded = any(traffic.codec_of(name) for name in unit.names)
 
@@ -64,13 +65,13 @@ class ToAll(_Memory):
         return self._traffic.own(self._unit, "parameters", call)
 
 
-class Between:
+class ReplicaGroup:
     """Stands where HSDP's process group of replicas is: as much of one as ``dist.all_reduce`` asks for.
 
     Its all-reduce goes by the plan; where all of a unit's gradients go as they are, it is that group's own.
     """
 
-    def __init__(self, traffic: Traffic, unit: Unit, group: Any) -> None:
+    def __init__(self, traffic: FsdpCommunicator, unit: ParamGroup, group: Any) -> None:
         self._traffic, self._unit, self._group = traffic, unit, group
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> None:

@@ -29,8 +29,8 @@ from commlib.exchange.sequencer import Sequencer
 from commlib.exchange.step_commit import StepCommit
 from commlib.exchange.throttled_group import Throttle
 from commlib.fsdp import parameters
-from commlib.fsdp.gradients import Sorter
-from commlib.fsdp.param_groups import Unit
+from commlib.fsdp.gradients import GradientReducer
+from commlib.fsdp.param_groups import ParamGroup
 from commlib.fsdp.plan import Replicas
 from commlib.groups.handshake import answer_roll_call, roll_call
 from commlib.groups.world import World
@@ -42,7 +42,7 @@ from commlib.telemetry.stats import Meter
 _MEAN, _SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 
 
-class Listener(Protocol):
+class FsdpListener(Protocol):
     """Who wants to know."""
 
     def _waiting(self) -> contextlib.AbstractContextManager[None]:
@@ -52,7 +52,7 @@ class Listener(Protocol):
         """Another step has come through, at the end of its backward pass."""
 
 
-class Traffic:
+class FsdpCommunicator:
     """Of one model.
 
     Args:
@@ -69,7 +69,7 @@ class Traffic:
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        units: Sequence[ParamGroup],
         plan: Plan,
         shard: World,
         replicas: Replicas | None,
@@ -90,9 +90,9 @@ class Traffic:
         self.meters = {name: Meter(self.device) for name in names}
         self.value_meters = {name: Meter(self.device) for name in names}
         kept = {"dense_steps": dense_steps, "seed": seed}
-        self._sorter = Sorter(plan, shard, self.store, self.steps, self.meters, **kept)
+        self._sorter = GradientReducer(plan, shard, self.store, self.steps, self.meters, **kept)
         self.gauge = self._sorter.gauge
-        self._listener: Callable[[], Listener | None] = _nobody
+        self._listener: Callable[[], FsdpListener | None] = _nobody
         self._flags: list[Tensor] = []
         self._pass = -1
         self._sequencer = self._sequenced(*self._calls[0], [("world",)])
@@ -101,7 +101,7 @@ class Traffic:
             lanes = scopes({"dense", *(p.route.exchange for p in plan)}, None)
             self._between = self._sequenced(*self._calls[1], lanes)
 
-    def told(self, listener: Listener) -> None:
+    def told(self, listener: FsdpListener) -> None:
         """Tell it, as long as it lives."""
         self._listener = weakref.ref(listener)
 
@@ -110,12 +110,12 @@ class Traffic:
         """Payload bytes of gradients that this rank sent."""
         return sum(meter.sent() for meter in self.meters.values())
 
-    def plain(self, unit: Unit) -> bool:
+    def plain(self, unit: ParamGroup) -> bool:
         """Whether all of a unit's gradients go as they are in this step, and nothing is held back of them."""
         self._begin()
         return self._sorter.plain(unit.present)
 
-    def reduced(self, unit: Unit, table: Tensor, out: Tensor) -> None:
+    def reduced(self, unit: ParamGroup, table: Tensor, out: Tensor) -> None:
         """FSDP2's own collective has done it."""
         for name in unit.present:
             nbytes = unit.specs[name].numel * table.dtype.itemsize / 2  # a reduce-scatter is half an all-reduce
@@ -123,7 +123,7 @@ class Traffic:
             self.meters[name].add_sent(2 * (self._shard.size - 1) / self._shard.size * nbytes)
         self._seen(out)
 
-    def reduced_across(self, unit: Unit, flat: Tensor) -> None:
+    def reduced_across(self, unit: ParamGroup, flat: Tensor) -> None:
         """The same between replicas: the process group's own collective has done it, of this rank's shard."""
         assert self._replicas is not None
         size, shards = self._replicas.inter.size, self._shard.size
@@ -134,7 +134,7 @@ class Traffic:
             self.meters[name].add_sent(2 * (size - 1) / size * nbytes)
         self._seen(flat)
 
-    def to_owners(self, unit: Unit, table: Tensor, out: Tensor, op: Any) -> None:
+    def to_owners(self, unit: ParamGroup, table: Tensor, out: Tensor, op: Any) -> None:
         """A unit's gradients, (P·n,), of which ``out``, (n,), gets this rank's mean or sum.
 
         Raises:
@@ -149,7 +149,7 @@ class Traffic:
         self.steps.submitted(self._go(self._sequencer, unit, trip, out), last=False)
         self._seen(out)
 
-    def across(self, unit: Unit, flat: Tensor, op: Any) -> None:
+    def across(self, unit: ParamGroup, flat: Tensor, op: Any) -> None:
         """A unit's shard, (n,), already reduced inside a replica, becomes the mean or sum over all replicas."""
         assert self._replicas is not None
         self._begin()
@@ -162,7 +162,7 @@ class Traffic:
             flat.mul_(factor)
         self._seen(flat)
 
-    def values(self, unit: Unit, part: Tensor, out: Tensor) -> None:
+    def values(self, unit: ParamGroup, part: Tensor, out: Tensor) -> None:
         """This rank's chunks of a unit's parameters, (n,), to all: ``out``, (P·n,), the same bits on every rank."""
         specs = [LayerSpec(s.name, s.shape, part.dtype, self.device) for s in unit.gathered()]
         meters, arena = [self.value_meters[s.name] for s in specs], self._sorter.arena(("values", unit.name))
@@ -170,7 +170,7 @@ class Traffic:
         trip = parameters.rounds(specs, codecs, part, out, self._shard, meters, arena)
         self._go(self._sequencer, unit, trip, out, "parameters of ")
 
-    def own(self, unit: Unit, what: str, call: Callable[[], Any], *, between: bool = False) -> Any:
+    def own(self, unit: ParamGroup, what: str, call: Callable[[], Any], *, between: bool = False) -> Any:
         """FSDP2's own collective of a unit; if it fails, with an error that names who is missing.
 
         ``between``: replicas, and not of those that share the parameters out.
@@ -248,7 +248,7 @@ class Traffic:
         return made
 
     def _go(
-        self, sequencer: Sequencer, unit: Unit, rounds: Rounds, result: Tensor, what: str = ""
+        self, sequencer: Sequencer, unit: ParamGroup, rounds: Rounds, result: Tensor, what: str = ""
     ) -> torch.futures.Future[Tensor]:
         future = sequencer.submit(f"{what}{unit.name} of step {self.steps.count}", rounds, result)
         self._wait(future)

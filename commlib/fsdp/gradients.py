@@ -15,7 +15,7 @@ from commlib.exchange.buffers import StepBuffers
 from commlib.exchange.hierarchy import share
 from commlib.exchange.layer_task import LayerTask
 from commlib.exchange.step_commit import StepCommit
-from commlib.fsdp.param_groups import Unit
+from commlib.fsdp.param_groups import ParamGroup
 from commlib.fsdp.plan import Replicas
 from commlib.groups.world import World
 from commlib.monitoring.error_norms import Gauge
@@ -24,7 +24,7 @@ from commlib.planning.route import Route
 from commlib.telemetry.stats import Meter
 
 
-class Sorter:
+class GradientReducer:
     """Of one model.
 
     Args:
@@ -76,7 +76,7 @@ class Sorter:
         codec = planned.route.codec.at(step - self._dense_steps)
         return planned.route if codec is planned.route.codec else Route(planned.route.exchange, codec)
 
-    def for_owners(self, unit: Unit, table: Tensor) -> list[LayerTask]:
+    def for_owners(self, unit: ParamGroup, table: Tensor) -> list[LayerTask]:
         """Of all layers of a unit, (P, n); what earlier routes have held back is added to the table.
 
         Raises:
@@ -111,7 +111,7 @@ class Sorter:
                 self.gauge.note(item.spec.name, item.codec, grad, item.memory, self._steps.count)
         return items
 
-    def for_replicas(self, unit: Unit, flat: Tensor, replicas: Replicas) -> dict[str, list[LayerTask]]:
+    def for_replicas(self, unit: ParamGroup, flat: Tensor, replicas: Replicas) -> dict[str, list[LayerTask]]:
         """Of this rank's rows of all layers of a unit, (n,): exchange → the layers that go by it.
 
         Raises:

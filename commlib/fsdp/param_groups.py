@@ -31,7 +31,7 @@ def is_sharded(model: object) -> bool:
 
 
 @dataclasses.dataclass(eq=False)
-class Unit:
+class ParamGroup:
     """One ``fully_shard`` call's parameters.
 
     Attributes:
@@ -117,7 +117,7 @@ class Unit:
             del self.inner.__dict__[attribute]
 
 
-def units_of(model: nn.Module) -> list[Unit]:
+def units_of(model: nn.Module) -> list[ParamGroup]:
     """All units of a model that ``fully_shard`` was called on.
 
     Raises:
@@ -146,7 +146,7 @@ def units_of(model: nn.Module) -> list[Unit]:
     return found
 
 
-def _units_at(where: str, module: Any, names: dict[int, str], kinds: Any) -> list[Unit]:
+def _units_at(where: str, module: Any, names: dict[int, str], kinds: Any) -> list[ParamGroup]:
     try:
         groups = module._get_fsdp_state()._fsdp_param_groups
     except AttributeError as e:
@@ -170,7 +170,7 @@ def _units_at(where: str, module: Any, names: dict[int, str], kinds: Any) -> lis
             n: LayerSpec(n, tuple(p._orig_size), p.sharded_param.dtype, inner.device, kinds.get(n, "other"))
             for n, p in trained
         }
-        made.append(Unit(where, inner, module, order, specs))
+        made.append(ParamGroup(where, inner, module, order, specs))
     return made
 
 
@@ -187,7 +187,7 @@ def _check(name: str, p: Any) -> None:
         )
 
 
-def _check_one_mesh(units: list[Unit]) -> None:
+def _check_one_mesh(units: list[ParamGroup]) -> None:
     meshes = {id(unit.shard_group): unit for unit in units}
     if len(meshes) > 1:
         a, b, *_ = meshes.values()

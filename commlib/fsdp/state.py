@@ -12,8 +12,8 @@ from commlib.__version__ import __version__
 from commlib.checkpoint.state_dict import StateDict, from_state, to_state
 from commlib.codecs.registry import warm
 from commlib.errors import check_numbers
-from commlib.fsdp.collectives import Between, ToAll, ToOwners
-from commlib.fsdp.communicator import Traffic
+from commlib.fsdp.collectives import GradientReduceScatter, ParameterAllGather, ReplicaGroup
+from commlib.fsdp.communicator import FsdpCommunicator
 from commlib.fsdp.param_groups import units_of
 from commlib.fsdp.plan import Replicas, codecs_of, plan_of
 from commlib.groups.handshake import agree, meeting_place, publish_failure
@@ -95,7 +95,7 @@ class ShardedState(Loggable):
         for g, key, w in meetings:
             agree(g, key, terms | self._plan.describe(), w, timeout)
         keys = [key for _, key, _ in meetings]
-        self._traffic = Traffic(units, self._plan, shard, replicas, keys, scale, dense_steps, seed, codecs)
+        self._traffic = FsdpCommunicator(units, self._plan, shard, replicas, keys, scale, dense_steps, seed, codecs)
         self._replicas = replicas
         self.world = shard if replicas is None else World(replicas.rank, shard.size * replicas.inter.size)
         self._units, self._undo = units, list[Callable[[], None]]()
@@ -193,11 +193,11 @@ class ShardedState(Loggable):
         for unit in self._units:
             self._undo += [
                 unit.watch(),
-                unit.to_owners(functools.partial(ToOwners, self._traffic, unit)),
-                unit.to_all(functools.partial(ToAll, self._traffic, unit)),
+                unit.to_owners(functools.partial(GradientReduceScatter, self._traffic, unit)),
+                unit.to_all(functools.partial(ParameterAllGather, self._traffic, unit)),
             ]
             if self._replicas is not None:
-                self._undo.append(unit.across(functools.partial(Between, self._traffic, unit)))
+                self._undo.append(unit.across(functools.partial(ReplicaGroup, self._traffic, unit)))
 
 
 def _groups(group: Any, between: Any, shard: World, replicas: Replicas | None) -> list[tuple[Any, World]]:

@@ -10,21 +10,21 @@ from torch import Tensor
 from commlib.codecs.base import LayerSpec, Slot
 from commlib.codecs.memory_store import MemoryStore
 from commlib.exchange.step_commit import StepCommit
-from commlib.fsdp.gradients import Sorter
-from commlib.fsdp.param_groups import Unit
+from commlib.fsdp.gradients import GradientReducer
+from commlib.fsdp.param_groups import ParamGroup
 from commlib.fsdp.plan import Replicas, plan_of
 from commlib.groups.world import World
 from commlib.telemetry.stats import Meter
 
 CPU = torch.device("cpu")
 SPECS = {"a.weight": LayerSpec("a.weight", (5, 8)), "b.weight": LayerSpec("b.weight", (4, 8))}
-UNIT = Unit("the root", types.SimpleNamespace(device=CPU), None, list(SPECS), SPECS, present=list(SPECS))
+UNIT = ParamGroup("the root", types.SimpleNamespace(device=CPU), None, list(SPECS), SPECS, present=list(SPECS))
 
 
-def sorter(rule: str, shard: World, store: MemoryStore, replicas: Replicas | None = None) -> Sorter:
+def sorter(rule: str, shard: World, store: MemoryStore, replicas: Replicas | None = None) -> GradientReducer:
     plan = plan_of(list(SPECS.values()), rule, world=shard.size, min_size=0, replicas=replicas)
     meters = {name: Meter(CPU) for name in SPECS}
-    return Sorter(plan, shard, store, StepCommit(store), meters, dense_steps=0, seed=0)
+    return GradientReducer(plan, shard, store, StepCommit(store), meters, dense_steps=0, seed=0)
 
 
 def mesh(rank: int) -> tuple[World, Replicas]:

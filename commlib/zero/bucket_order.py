@@ -23,7 +23,7 @@ from torch import Tensor
 from commlib.errors import CommlibError
 
 
-class Arrivals:
+class BucketOrder:
     """Of one step, until :meth:`reset`.
 
     Args:
@@ -64,14 +64,14 @@ class Arrivals:
         return range(first, self._next)
 
 
-class Receiver(Protocol):
+class GradientReceiver(Protocol):
     """Who is told of gradients (:class:`commlib.ShardedStep`)."""
 
     def arrived(self, name: str) -> None:
         """One is there."""
 
 
-def hook_of(receiver: Receiver, name: str) -> Callable[[Tensor], None]:
+def hook_of(receiver: GradientReceiver, name: str) -> Callable[[Tensor], None]:
     """A hook on a parameter that tells of its gradient, and does not keep the receiver alive."""
     who = weakref.ref(receiver)
 
@@ -84,7 +84,7 @@ def hook_of(receiver: Receiver, name: str) -> Callable[[Tensor], None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class StepVerdict:
     """On a step.
 
     Attributes:
@@ -104,12 +104,12 @@ def said(finite: bool, squares: float, used: Sequence[bool], device: torch.devic
     return torch.cat([numbers, torch.tensor(list(used), dtype=torch.uint8)]).to(device)
 
 
-def heard(parts: Tensor) -> Verdict:
+def heard(parts: Tensor) -> StepVerdict:
     """From all ranks' parts, (P, 16 + parameters), added in rank order."""
     numbers = [row[:16].clone().view(torch.float64).tolist() for row in parts.cpu()]
     used = parts[:, 16:].any(0).tolist()
     norm = math.sqrt(sum(squares for _, squares in numbers))
-    return Verdict(all(finite for finite, _ in numbers), norm, tuple(used))
+    return StepVerdict(all(finite for finite, _ in numbers), norm, tuple(used))
 
 
 def square(values: Tensor) -> float:

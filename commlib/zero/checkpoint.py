@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from commlib.errors import CheckpointMismatch
-from commlib.zero.partition import Parts
+from commlib.zero.partition import OwnedSlices
 
 _PARTED = "parted"
 
@@ -44,7 +44,7 @@ def common(texts: Sequence[str]) -> tuple[dict[str, torch.dtype], dict[str, Any]
 
 
 def collected(
-    buckets: Sequence[Parts],
+    buckets: Sequence[OwnedSlices],
     said: Sequence[Mapping[str, str]],
     send: Callable[[int, Sequence[Tensor], str], None],
     settle: Callable[[], None],

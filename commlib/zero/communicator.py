@@ -30,7 +30,7 @@ from commlib.groups.handshake import answer_roll_call
 from commlib.groups.world import World
 from commlib.runtime.autograd import wait
 from commlib.telemetry.stats import Meter
-from commlib.zero.partition import Cut, flat, rows_of
+from commlib.zero.partition import LayerCut, flat, rows_of
 
 
 def to_owners(items: Sequence[LayerTask], world: World, means: Sequence[Tensor]) -> Rounds:
@@ -45,7 +45,7 @@ def to_owners(items: Sequence[LayerTask], world: World, means: Sequence[Tensor])
 
 
 def to_all(
-    cuts: Sequence[Cut], wholes: Sequence[Tensor], world: World, arena: StepBuffers, meters: Sequence[Meter]
+    cuts: Sequence[LayerCut], wholes: Sequence[Tensor], world: World, arena: StepBuffers, meters: Sequence[Meter]
 ) -> Rounds:
     """Every rank gets the others' parts of ``wholes``, (n,) each, bit for bit; this rank's own are there already."""
     packings, device = rows_of(cuts, world.size), wholes[0].device
@@ -71,7 +71,7 @@ def gathered(part: Tensor, world: int) -> Tensor:
     return torch.empty((world, len(part)), dtype=torch.uint8, device=part.device)
 
 
-class Traffic:
+class ZeroCommunicator:
     """Of one model.
 
     Args:
@@ -83,7 +83,7 @@ class Traffic:
     """
 
     def __init__(
-        self, group: Any, key: str, world: World, buckets: Sequence[Sequence[Cut]], seed: int, device: torch.device
+        self, group: Any, key: str, world: World, buckets: Sequence[Sequence[LayerCut]], seed: int, device: torch.device
     ) -> None:
         self._group, self._lost_key, self._world, self._seed = group, f"{key}/lost", world, seed
         self._buckets, self.device = buckets, device
@@ -147,7 +147,7 @@ class Traffic:
     def _go(self, label: str, rounds: Rounds, result: Tensor) -> None:
         self._under_way.append(self._sequencer.submit(label, rounds, result))
 
-    def _item(self, cut: Cut, p: nn.Parameter, step: int) -> LayerTask:
+    def _item(self, cut: LayerCut, p: nn.Parameter, step: int) -> LayerTask:
         spec, codec, meter = cut.spec, cut.codec.at(step), self.meters[cut.spec.name]
         grad = torch.zeros_like(flat(p)) if p.grad is None else p.grad.detach().contiguous().view(-1)
         meter.would_send(spec.nbytes, self._world.size)

@@ -33,7 +33,7 @@ NBYTES = 25 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class LayerCut:
     """A layer as it is shared out.
 
     Attributes:
@@ -87,12 +87,12 @@ def _flat(layer: PlannedLayer) -> PlannedLayer:
     return PlannedLayer(spec, route, Route("scatter_gather", layer.dense.codec), layer.reason)
 
 
-def buckets_of(plan: Plan, nbytes: int = NBYTES) -> list[list[Cut]]:
+def buckets_of(plan: Plan, nbytes: int = NBYTES) -> list[list[LayerCut]]:
     """All layers in the order in which a backward pass reaches them, those of one dtype and device together."""
-    found: list[list[Cut]] = []
-    open_: dict[object, list[Cut]] = {}
+    found: list[list[LayerCut]] = []
+    open_: dict[object, list[LayerCut]] = {}
     for layer in reversed(list(plan)):
-        kind, cut = (layer.spec.dtype, layer.spec.device), Cut(layer.spec, layer.route.codec)
+        kind, cut = (layer.spec.dtype, layer.spec.device), LayerCut(layer.spec, layer.route.codec)
         row = open_.get(kind)
         if row is None or sum(c.spec.nbytes for c in row) + cut.spec.nbytes > nbytes:
             row = open_[kind] = []
@@ -101,14 +101,14 @@ def buckets_of(plan: Plan, nbytes: int = NBYTES) -> list[list[Cut]]:
     return found
 
 
-def rows_of(cuts: Sequence[Cut], world: int) -> list[Packing]:
+def rows_of(cuts: Sequence[LayerCut], world: int) -> list[Packing]:
     """For every rank, its values of these layers as bytes one after another."""
     return [
         Packing([_length(cut.owned(rank, world)) * cut.spec.dtype.itemsize for cut in cuts]) for rank in range(world)
     ]
 
 
-def wire_bytes(buckets: Sequence[Sequence[Cut]], rank: int, world: int) -> int:
+def wire_bytes(buckets: Sequence[Sequence[LayerCut]], rank: int, world: int) -> int:
     """Payload bytes that a rank sends in a step: gradients to their owners, its values to all.
 
     Without a codec, of n values that divide evenly, that is an all-reduce's 2(P−1)/P·4n.
@@ -122,7 +122,7 @@ def wire_bytes(buckets: Sequence[Sequence[Cut]], rank: int, world: int) -> int:
     return total
 
 
-def verdict_bytes(buckets: Sequence[Sequence[Cut]], world: int) -> int:
+def verdict_bytes(buckets: Sequence[Sequence[LayerCut]], world: int) -> int:
     """Bytes that a rank sends in a step to agree on whether it counts (:mod:`commlib.zero.bucket_order`)."""
     return (world - 1) * (16 + sum(len(cuts) for cuts in buckets))
 
@@ -135,7 +135,7 @@ _NOT_OPTIONS = ("params", "param_names")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Part:
+class OwnedSlice:
     """Of one layer.
 
     Attributes:
@@ -151,7 +151,7 @@ class Part:
     mean: Tensor
 
     @classmethod
-    def of(cls, whole: nn.Parameter, owned: slice) -> Part:
+    def of(cls, whole: nn.Parameter, owned: slice) -> OwnedSlice:
         """A rank's."""
         own = nn.Parameter(flat(whole)[owned])
         return cls(whole, owned, own, torch.zeros_like(own))
@@ -167,7 +167,7 @@ def flat(p: Tensor) -> Tensor:
     return p.detach().view(-1)
 
 
-class Parts:
+class OwnedSlices:
     """Of the layers of one bucket, with an optimizer of the user's class over them.
 
     Args:
@@ -178,10 +178,12 @@ class Parts:
     """
 
     def __init__(
-        self, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], cuts: Sequence[Cut], world: World
+        self, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], cuts: Sequence[LayerCut], world: World
     ) -> None:
         self.cuts, self._user = cuts, optimizer
-        self.by_name = {c.spec.name: Part.of(parameters[c.spec.name], c.owned(world.rank, world.size)) for c in cuts}
+        self.by_name = {
+            c.spec.name: OwnedSlice.of(parameters[c.spec.name], c.owned(world.rank, world.size)) for c in cuts
+        }
         names = {id(p): n for n, p in parameters.items()}
         kind: Any = type(optimizer)
         groups = []

@@ -25,9 +25,9 @@ from commlib.runtime.layers import layer_specs, one_device, refuse_sparse, train
 from commlib.runtime.optimizers import Guard, by_group
 from commlib.telemetry.stats import Stats
 from commlib.zero import bucket_order, checkpoint
-from commlib.zero.bucket_order import Arrivals, Verdict, hook_of
-from commlib.zero.communicator import Traffic
-from commlib.zero.partition import NBYTES, Parts, buckets_of, check_optimizer, flat, plan_of
+from commlib.zero.bucket_order import BucketOrder, StepVerdict, hook_of
+from commlib.zero.communicator import ZeroCommunicator
+from commlib.zero.partition import NBYTES, OwnedSlices, buckets_of, check_optimizer, flat, plan_of
 
 
 class ShardedStep:
@@ -108,12 +108,12 @@ class ShardedStep:
         buckets = buckets_of(self._plan, nbytes)
         self._names = [cut.spec.name for cuts in buckets for cut in cuts]
         self._optimizer, self._group, self._key, self._timeout = optimizer, group, key, timeout
-        self._parts = [Parts(optimizer, self._parameters, cuts, world) for cuts in buckets]
+        self._parts = [OwnedSlices(optimizer, self._parameters, cuts, world) for cuts in buckets]
         self._take_over({id(p): n for n, p in self._parameters.items()})
-        self._traffic = Traffic(group, key, world, buckets, seed, one_device(specs))
-        self._arrivals = Arrivals([[cut.spec.name for cut in cuts] for cuts in buckets])
+        self._traffic = ZeroCommunicator(group, key, world, buckets, seed, one_device(specs))
+        self._arrivals = BucketOrder([[cut.spec.name for cut in cuts] for cuts in buckets])
         self._guard = Guard(optimizer, "ranks update their parts of the parameters: call step() of the ShardedStep")
-        self._verdict: Verdict | None = None
+        self._verdict: StepVerdict | None = None
         self._closed, self._syncing, self._saved = False, True, 0
         self.steps = self.refused = 0
         hooked: Mapping[str, Any] = self._parameters
@@ -258,7 +258,7 @@ class ShardedStep:
         means = [part.mean for part in self._parts[bucket].by_name.values()]
         self._traffic.gradients(bucket, self._parameters, means, self.steps)
 
-    def _settle(self) -> Verdict:
+    def _settle(self) -> StepVerdict:
         """All gradients of the step are with their owners, without a loss scale, and all know what came of it."""
         self._check_open()
         if self._verdict is None:

@@ -15,7 +15,7 @@ from commlib.exchange.buffers import Packing
 from commlib.planning.policy import Exact
 from commlib.planning.route import Route
 from commlib.runtime.layers import LayerSpec
-from commlib.zero.bucket_order import Arrivals, heard, said, square
+from commlib.zero.bucket_order import BucketOrder, heard, said, square
 from commlib.zero.partition import NBYTES, buckets_of, plan_of, rows_of, wire_bytes
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=6)
@@ -89,7 +89,7 @@ def test_buckets_leave_in_their_order_whatever_comes_first(seed: int) -> None:
     drawn = torch.Generator().manual_seed(seed)
     buckets = [["a", "b"], ["c"], ["d", "e", "f"]]
     names = [name for names in buckets for name in names]
-    arrivals = Arrivals(buckets)
+    arrivals = BucketOrder(buckets)
     for _ in range(2):
         left: list[int] = []
         there: set[str] = set()

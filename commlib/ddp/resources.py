@@ -19,7 +19,7 @@ from commlib.exchange.hierarchy import Hierarchy
 from commlib.exchange.lanes import Siblings, lay, make_sequencer, scopes
 from commlib.exchange.rate_limit import RateLimit
 from commlib.exchange.throttled_group import Throttle
-from commlib.groups.coordinator import Board
+from commlib.groups.coordinator import Coordinator
 from commlib.groups.world import World
 from commlib.planning.manager.link_probe import Probe
 from commlib.planning.manager.manager import Manager
@@ -118,7 +118,7 @@ class Resources:
             self._untap = weakref.finalize(owner, factors.remove)
             self.factors = factors
             if setup.chosen_later:
-                board = Board(self._group, key, self._world, self._timeout)
+                board = Coordinator(self._group, key, self._world, self._timeout)
                 probe = Probe(
                     self._rows,
                     self._world,

@@ -21,7 +21,7 @@ _LOST = "lost"
 _GRACE = 5.0  # seconds
 
 
-class Board:
+class Coordinator:
     """The reviews of one attached model.
 
     Args:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from commlib.ddp.state import HookState
 from commlib.errors import CheckpointMismatch, CommlibError
-from commlib.groups.coordinator import Board
+from commlib.groups.coordinator import Coordinator
 from commlib.groups.handshake import agree, meeting_place
 from commlib.groups.process_groups import begin_alike, group_of
 from commlib.local_sgd.fragments import Fragment, Part, cut
@@ -144,7 +144,7 @@ class LocalSteps:
         place = f"{meeting_place(group, self.world)}/local"
         terms = {"rule": str(self._rule), "tau": self._pace.told, "streaming": f"{fragments}, {delay}, {self._mix:g}"}
         agree(group, place, terms, self.world, timeout)
-        self._board = Board(group, place, self.world, timeout) if self._pace.auto else None
+        self._board = Coordinator(group, place, self.world, timeout) if self._pace.auto else None
         begin_alike(inside(model), group)
         for fragment in self._fragments:
             for block in fragment.blocks:
@@ -298,7 +298,7 @@ class LocalSteps:
                 torch.cuda.synchronize(block.shared.device)
         return time.monotonic()
 
-    def _learn(self, began: float, board: Board) -> None:
+    def _learn(self, began: float, board: Coordinator) -> None:
         """A round is over: how long is the next?"""
         now, (since, steps) = time.monotonic(), self._mark or (began, self.steps)
         self._pace.met((began - since) / max(1, self.steps - steps), now - began)

@@ -18,7 +18,7 @@ import torch
 
 from commlib.errors import CommlibError
 from commlib.exchange.factors.layers import FactorLayers
-from commlib.groups.coordinator import Board
+from commlib.groups.coordinator import Coordinator
 from commlib.groups.world import World
 from commlib.planning.manager.candidates import Model
 from commlib.planning.manager.codec_cost import Cost, measure
@@ -72,7 +72,7 @@ class Manager:
         self,
         options: Options,
         factors: FactorLayers,
-        board: Board,
+        board: Coordinator,
         probe: Probe,
         world: World,
         meters: Mapping[str, Meter],

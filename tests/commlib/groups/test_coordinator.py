@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from commlib.errors import PeerLost
-from commlib.groups.coordinator import Board
+from commlib.groups.coordinator import Coordinator
 from commlib.groups.world import World
 
 PATIENT = 60.0  # seconds: nobody is missing
@@ -51,7 +51,7 @@ def test_all_ranks_get_what_rank_0_made_of_all_posts_in_fifty_reviews(size: int)
     group = Group()
 
     def job(rank: int) -> list[dict[str, Any]]:
-        board, chance = Board(group, "model", World(rank, size), PATIENT), random.Random(rank)
+        board, chance = Coordinator(group, "model", World(rank, size), PATIENT), random.Random(rank)
         got = []
         for n in range(50):
             time.sleep(chance.choice([0, 0, 0.001, 0.004]))  # nobody is always first, or last
@@ -69,7 +69,7 @@ def test_boards_with_other_keys_do_not_meet() -> None:
     group = Group()
 
     def job(rank: int) -> list[Any]:
-        a, b = (Board(group, key, World(rank, 2), PATIENT) for key in "ab")
+        a, b = (Coordinator(group, key, World(rank, 2), PATIENT) for key in "ab")
         return [
             board.review({"n": n}, lambda posts: {"n": [p["n"] for p in posts]}) for n, board in enumerate((a, b, a))
         ]
@@ -82,7 +82,7 @@ def test_ranks_that_do_not_come_are_named_within_the_timeout(others: list[int], 
     group = Group()
 
     def job(rank: int) -> None:
-        board = Board(group, "model", World(rank, 3), 0.2 if rank == 0 else 600.0)
+        board = Coordinator(group, "model", World(rank, 3), 0.2 if rank == 0 else 600.0)
         if rank == 0:
             group.posted(others)
         with pytest.raises(PeerLost) as lost:
@@ -96,7 +96,7 @@ def test_a_rank_that_leaves_between_reviews_is_missed_at_the_next() -> None:
     group = Group()
 
     def job(rank: int) -> dict[str, Any]:
-        board = Board(group, "model", World(rank, 2), PATIENT if rank else 0.2)
+        board = Coordinator(group, "model", World(rank, 2), PATIENT if rank else 0.2)
         if rank == 0:
             group.posted([1])
         decision = board.review({}, lambda posts: {"ranks": len(posts)})
@@ -110,7 +110,7 @@ def test_a_rank_that_leaves_between_reviews_is_missed_at_the_next() -> None:
 
 def test_without_rank_0_the_others_say_what_they_wait_for() -> None:
     group = Group()
-    lost = on_ranks([1, 2], lambda rank: Board(group, "model", World(rank, 3), 0.2).review({}, never))
+    lost = on_ranks([1, 2], lambda rank: Coordinator(group, "model", World(rank, 3), 0.2).review({}, never))
     for rank, e in zip([1, 2], lost, strict=True):
         assert isinstance(e, PeerLost)
         assert f"review 0: rank 0 has not decided within 0.2 s (this is rank {rank} of 3)" in str(e)
@@ -118,4 +118,4 @@ def test_without_rank_0_the_others_say_what_they_wait_for() -> None:
 
 def test_what_goes_wrong_in_deciding_is_raised_at_rank_0() -> None:
     with pytest.raises(AssertionError, match="only rank 0 decides"):
-        Board(Group(), "model", World(0, 1), PATIENT).review({}, never)
+        Coordinator(Group(), "model", World(0, 1), PATIENT).review({}, never)

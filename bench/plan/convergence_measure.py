@@ -100,7 +100,7 @@ class Momentum:
 
 
 @torch.no_grad()
-def local_steps(data: Data, rule: outer_optimizers.Rule, ranks: int, tau: int, seed: int) -> list[float]:
+def local_steps(data: Data, rule: outer_optimizers.OuterOptimizer, ranks: int, tau: int, seed: int) -> list[float]:
     """Accuracy of the shared values after every meeting."""
     shared = first_values(seed)
     slots = [{name: torch.zeros_like(v) for name in rule.slots} for v in shared]

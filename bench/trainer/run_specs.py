@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any
 
 from commlib.local_sgd import outer_optimizers
-from commlib.local_sgd.sync_schedule import Pace
+from commlib.local_sgd.sync_schedule import SyncSchedule
 from commlib.planning.policy import policy_of
 from commlib.planning.route import resolve
 from commlib.server.job import consistency
@@ -52,7 +52,7 @@ class Local:
             raise ValueError("write RULE, or 'RULE tau=auto codec=SPEC times=X fragments=N delay=N mix=X'")
         outer_optimizers.make(rule)
         tau = given.get("tau", "50")
-        Pace(int(tau) if tau.isdecimal() else tau, 1)
+        SyncSchedule(int(tau) if tau.isdecimal() else tau, 1)
         codec = given.get("codec")
         if codec is not None:
             if policy_of(codec) is not None:

@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from commlib.ddp.state import HookState
 from commlib.errors import CheckpointMismatch
-from commlib.local_sgd.outer_optimizers import Rule
+from commlib.local_sgd.outer_optimizers import OuterOptimizer
 from commlib.runtime.amp import finite
 from commlib.runtime.autograd import wait
 from commlib.runtime.layers import plain_name
@@ -29,7 +29,7 @@ NBYTES = 25 << 20
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Block:
+class ParameterBlock:
     """Parameters of one dtype on one device.
 
     It is to an exchange what a bucket of DDP's is to a communication hook (``torch.distributed.GradBucket``).
@@ -89,7 +89,9 @@ class Block:
             torch.sub(shared, p.detach(), out=delta)
 
 
-def blocks_of(parameters: Mapping[str, nn.Parameter], slots: tuple[str, ...], nbytes: int = NBYTES) -> list[Block]:
+def blocks_of(
+    parameters: Mapping[str, nn.Parameter], slots: tuple[str, ...], nbytes: int = NBYTES
+) -> list[ParameterBlock]:
     """All parameters, in their order for each dtype and device; shared is what this rank has."""
     rows: list[dict[str, nn.Parameter]] = []
     open_: dict[tuple[torch.dtype, torch.device], dict[str, nn.Parameter]] = {}
@@ -102,13 +104,13 @@ def blocks_of(parameters: Mapping[str, nn.Parameter], slots: tuple[str, ...], nb
     return [_block(i, i == len(rows) - 1, row, slots) for i, row in enumerate(rows)]
 
 
-def _block(number: int, last: bool, members: Mapping[str, nn.Parameter], slots: tuple[str, ...]) -> Block:
+def _block(number: int, last: bool, members: Mapping[str, nn.Parameter], slots: tuple[str, ...]) -> ParameterBlock:
     shared = torch.cat([p.detach().reshape(-1) for p in members.values()])
     kept = {name: torch.zeros_like(shared) for name in slots}
-    return Block(number, last, members, shared, torch.zeros_like(shared), kept)
+    return ParameterBlock(number, last, members, shared, torch.zeros_like(shared), kept)
 
 
-class Part(nn.Module):
+class SubModel(nn.Module):
     """Some parameters of a model, under the names and in the modules that they have there."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
@@ -135,7 +137,9 @@ class Fragment:
         ranks: that the rule counts.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], state: HookState, rule: Rule, ranks: int) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], state: HookState, rule: OuterOptimizer, ranks: int
+    ) -> None:
         self.state, self._rule, self._ranks = state, rule, ranks
         self.blocks = blocks_of(parameters, rule.slots)
         self.left = 0

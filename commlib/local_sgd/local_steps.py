@@ -22,9 +22,9 @@ from commlib.errors import CheckpointMismatch, CommlibError
 from commlib.groups.coordinator import Coordinator
 from commlib.groups.handshake import agree, meeting_place
 from commlib.groups.process_groups import begin_alike, group_of
-from commlib.local_sgd.fragments import Fragment, Part, cut
-from commlib.local_sgd.outer_optimizers import Rule, make
-from commlib.local_sgd.sync_schedule import Pace
+from commlib.local_sgd.fragments import Fragment, SubModel, cut
+from commlib.local_sgd.outer_optimizers import OuterOptimizer, make
+from commlib.local_sgd.sync_schedule import SyncSchedule
 from commlib.planning.policy import policy_of
 from commlib.planning.route import Rules
 from commlib.runtime.amp import mend
@@ -43,7 +43,7 @@ def apart(model: nn.Module, state: HookState, ranks: int) -> int:
     return levels.inter.size
 
 
-def check_delay(pace: Pace, fragments: int, delay: int, mix: float, rule: Rule) -> None:
+def check_delay(pace: SyncSchedule, fragments: int, delay: int, mix: float, rule: OuterOptimizer) -> None:
     if not 0 <= delay < pace.tau:
         raise ValueError(f"delay is 0 steps or more, and less than tau={pace.tau}, got {delay}")
     if not 0 <= mix < 1:
@@ -106,7 +106,7 @@ class LocalSteps:
     def __init__(
         self,
         model: nn.Module,
-        rule: str | Rule = "average",
+        rule: str | OuterOptimizer = "average",
         compressor: Rules | None = None,
         *,
         tau: int | str = 50,
@@ -129,13 +129,13 @@ class LocalSteps:
         refuse_sparse(inside(model), "LocalSteps")
         group = group_of(inside(model), process_group)
         ranks = dist.get_world_size(group)
-        self._pace = Pace(tau, ranks, fragments)
+        self._pace = SyncSchedule(tau, ranks, fragments)
         check_delay(self._pace, fragments, delay, mix, self._rule)
         self._delay, self._mix, self._optimizer = delay, mix if delay else 0.0, optimizer
         options: dict[str, Any] = {"process_group": group, "min_size": min_size, "seed": seed, "timeout": timeout}
         self._fragments: list[Fragment] = []
         for part in cut(trained_parameters(inside(model)), fragments):
-            own = inside(model) if fragments == 1 else Part(inside(model), list(part))
+            own = inside(model) if fragments == 1 else SubModel(inside(model), list(part))
             state = HookState(own, compressor, hierarchy=hierarchy, **options)
             count = apart(model, state, ranks)
             self._rule.check(count)

@@ -21,7 +21,7 @@ from commlib.runtime.plugins import build, split
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule(ABC):
+class OuterOptimizer(ABC):
     """A configuration; what it remembers lies in slots, tensors like the values, zero at first.
 
     Attributes:
@@ -77,7 +77,7 @@ class Rule(ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Average(Rule):
+class Average(OuterOptimizer):
     """The mean of all ranks' values (SparkNet: Moritz et al., ICLR 2016). Optimizers' momenta stay each rank's own."""
 
     name = "average"
@@ -87,7 +87,7 @@ class Average(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockMomentum(Rule):
+class BlockMomentum(OuterOptimizer):
     """A momentum of whole blocks of steps (BMUF: Chen and Huo, ICASSP 2016; defaults as CNTK's).
 
     Args:
@@ -118,7 +118,7 @@ class BlockMomentum(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class DiLoCo(Rule):
+class DiLoCo(OuterOptimizer):
     """Nesterov's momentum over the mean difference, as if that were a gradient (Douillard et al., 2023).
 
     Args:
@@ -143,7 +143,7 @@ class DiLoCo(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class SparseLoCo(Rule):
+class SparseLoCo(OuterOptimizer):
     """A step by the mean of what was sent, without momentum (arXiv 2508.15706): what was not is in a residual.
 
     Args:
@@ -164,7 +164,7 @@ class SparseLoCo(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class DeMo(Rule):
+class DeMo(OuterOptimizer):
     """A step of one size in each value's direction (Peng et al., arXiv 2411.19870): with τ = 1 and SGD, and its codec.
 
     Its momentum is the residual, of which the largest cosine coefficients leave in every step. Here coefficients that
@@ -188,7 +188,7 @@ class DeMo(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Elastic(Rule):
+class Elastic(OuterOptimizer):
     """Ranks and a centre pull at each other, and ranks stay apart (EASGD: Zhang et al., NIPS 2015, section 3).
 
     The pull comes after the local steps, at the values that these have reached (as Torch's AllReduceEA has it), and the
@@ -226,18 +226,18 @@ class Elastic(Rule):
         return 0.9 / world if self.alpha is None else self.alpha
 
 
-RULES: Mapping[str, type[Rule]] = {
+RULES: Mapping[str, type[OuterOptimizer]] = {
     rule.name: rule for rule in (Average, BlockMomentum, DiLoCo, SparseLoCo, DeMo, Elastic)
 }
 
 
-def make(spec: str | Rule) -> Rule:
+def make(spec: str | OuterOptimizer) -> OuterOptimizer:
     """From ``average``, ``bmuf:0.9``, ``diloco:rate=0.7,momentum=0.9``, ``sparseloco``, ``elastic:alpha=0.1``.
 
     Raises:
         ValueError: an unknown rule or option, or a value out of range.
     """
-    if isinstance(spec, Rule):
+    if isinstance(spec, OuterOptimizer):
         return spec
     name = spec.strip().partition(":")[0]
     if name not in RULES:

@@ -102,7 +102,7 @@ _CALM = 0.2  # τ stays where another would be nearer than this share of it
 
 
 @dataclasses.dataclass(frozen=True)
-class Auto:
+class MeasuredTau:
     """τ by measurement.
 
     Args:
@@ -123,7 +123,7 @@ class Auto:
 
 
 @dataclasses.dataclass(frozen=True)
-class Figures:
+class SyncMeasurements:
     """What all ranks together measured.
 
     Attributes:
@@ -135,12 +135,12 @@ class Figures:
     meeting_s: float
 
     @classmethod
-    def of_all(cls, posts: Sequence[Mapping[str, float]]) -> Figures:
+    def of_all(cls, posts: Sequence[Mapping[str, float]]) -> SyncMeasurements:
         """The slowest rank's step; and the meeting of who came last, for he alone did not wait for others in it."""
         return cls(max(p["step_s"] for p in posts), min(p["meeting_s"] for p in posts))
 
 
-class Pace:
+class SyncSchedule:
     """A state machine without a clock.
 
     A round of τ steps has one meeting of each fragment, at equal distances; the last one's ends it.
@@ -163,7 +163,7 @@ class Pace:
         if not 1 <= fragments <= self.tau:
             raise ValueError(f"fragments meet one after another within tau={self.tau} steps: 1 to {self.tau} of them")
         self.since, self._ranks, self._fragments = 0, ranks, fragments
-        self.figures: Figures | None = None
+        self.figures: SyncMeasurements | None = None
         self._steps: collections.deque[float] = collections.deque(maxlen=_ROUNDS)
         self._meetings: collections.deque[float] = collections.deque(maxlen=_ROUNDS)
 
@@ -186,7 +186,7 @@ class Pace:
 
     def decide(self, posts: Sequence[Mapping[str, float]]) -> dict[str, Any]:
         """The next τ, by all ranks' figures; one rank decides for all."""
-        auto, found = self.auto or Auto(), Figures.of_all(posts)
+        auto, found = self.auto or MeasuredTau(), SyncMeasurements.of_all(posts)
         best = min(auto.most, steps_for(found.step_s, found.meeting_s, auto.share))
         calm = self.figures is not None and abs(best - self.tau) <= _CALM * self.tau
         return {"tau": self.tau if calm else best, **dataclasses.asdict(found)}
@@ -194,7 +194,7 @@ class Pace:
     def follow(self, decision: Mapping[str, Any]) -> bool:
         """Takes it over; whether τ is another now."""
         before, self.tau = self.tau, int(decision["tau"])
-        self.figures = Figures(decision["step_s"], decision["meeting_s"])
+        self.figures = SyncMeasurements(decision["step_s"], decision["meeting_s"])
         return self.tau != before
 
     def state_dict(self) -> dict[str, Any]:
@@ -218,12 +218,12 @@ class Pace:
         )
 
 
-def _auto(spec: str) -> Auto:
+def _auto(spec: str) -> MeasuredTau:
     name, options = split("tau", spec, "share")
     if name != "auto":
         raise ValueError(f"tau is a number of steps, or auto, or auto:share=0.1; got {spec!r}")
-    return build(Auto, "tau=auto", options)
+    return build(MeasuredTau, "tau=auto", options)
 
 
-def _options(auto: Auto) -> str:
+def _options(auto: MeasuredTau) -> str:
     return ",".join(f"{f.name}={getattr(auto, f.name):g}" for f in dataclasses.fields(auto))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from commlib.local_sgd.fragments import Part, cut
+from commlib.local_sgd.fragments import SubModel, cut
 from commlib.runtime.layers import layer_specs
 
 
@@ -44,6 +44,6 @@ def test_more_fragments_than_layers_are_refused(fragments: int) -> None:
 def test_a_part_has_its_parameters_as_the_model_names_and_knows_them() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2))
     whole = {spec.name: spec for spec in layer_specs(model)}
-    part = layer_specs(Part(model, ["1.weight", "2.weight"]))
+    part = layer_specs(SubModel(model, ["1.weight", "2.weight"]))
     assert [whole[spec.name] for spec in part] == part
     assert [spec.name for spec in part] == ["1.weight", "2.weight"]

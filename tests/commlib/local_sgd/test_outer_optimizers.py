@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from commlib.local_sgd.outer_optimizers import RULES, Average, BlockMomentum, DiLoCo, Elastic, Rule, SparseLoCo, make
+from commlib.local_sgd.outer_optimizers import (
+    RULES,
+    Average,
+    BlockMomentum,
+    DiLoCo,
+    Elastic,
+    OuterOptimizer,
+    SparseLoCo,
+    make,
+)
 
 DIM = 5
 Local = Callable[[Tensor, int, int], Tensor]
@@ -25,7 +34,7 @@ def draw(seed: int, *shape: int) -> Tensor:
 class Ranks:
     """All ranks in one place: what each has, and the shared values, which are the same for all."""
 
-    def __init__(self, rule: Rule, world: int, start: Tensor) -> None:
+    def __init__(self, rule: OuterOptimizer, world: int, start: Tensor) -> None:
         rule.check(world)
         self.rule, self.world, self.shared = rule, world, start.clone()
         self.own = [start.clone() for _ in range(world)]

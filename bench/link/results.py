@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from commlib.bench.results.record import Record
 from commlib.bench.results.table import Row
-from commlib.messaging.link_model import FROM, Fit, fit
+from commlib.messaging.link_model import FROM, AlphaBetaFit, fit
 
 from .collectives import OPS
 from .sweep import share_needed, show_size
@@ -22,7 +22,7 @@ def rows(measured: Measured, ranks: int) -> list[Row]:
     return [_row(point, fits.get((point.backend, point.op)), ranks, line) for point in measured.points]
 
 
-def _row(point: Point, fitted: Fit | None, ranks: int, line: float | None) -> Row:
+def _row(point: Point, fitted: AlphaBetaFit | None, ranks: int, line: float | None) -> Row:
     factor = OPS[point.op].factor(ranks)
     bus = factor * point.bytes * 8e-9 / point.median if fitted else None
     predicted = fitted.predict(point.bytes) if fitted else None
@@ -42,7 +42,7 @@ def _row(point: Point, fitted: Fit | None, ranks: int, line: float | None) -> Ro
     }
 
 
-def _fits(points: Sequence[Point]) -> dict[tuple[str, str], Fit]:
+def _fits(points: Sequence[Point]) -> dict[tuple[str, str], AlphaBetaFit]:
     """A line for every operation that has sizes: all but the barrier."""
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for p in points:

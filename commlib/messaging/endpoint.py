@@ -23,7 +23,7 @@ from commlib.errors import AuthenticationError, CommlibError, PeerLost
 from commlib.messaging import flow_control
 from commlib.messaging.frame import DEFAULT, Buffer, Frame, Limits
 from commlib.messaging.peers import Arrival, Gone, Peer, Peers
-from commlib.messaging.shared_reader import Turns
+from commlib.messaging.shared_reader import SharedReader
 
 E = TypeVar("E", bound="Endpoint")
 _FAREWELL_S = 0.25
@@ -64,7 +64,7 @@ class Endpoint(ABC):
         self.rank, self._job, self._timeout, self._window = rank, job, timeout, window
         self._limits = limits
         self._peers = Peers(rank, job, limits, window, ranks)
-        self._turns: Turns[Arrival | Gone] = Turns(self._take, self._peers.deliver)
+        self._turns: SharedReader[Arrival | Gone] = SharedReader(self._take, self._peers.deliver)
         self._closed = threading.Event()
 
     @property

@@ -38,7 +38,7 @@ def cost_of(nbytes: int) -> int:
     return nbytes + _EACH
 
 
-class Sender:
+class CreditSender:
     """Of frames to one peer.
 
     Args:
@@ -76,7 +76,7 @@ class Sender:
         self._taken = total
 
 
-class Receiver:
+class CreditReceiver:
     """Of a peer's frames.
 
     Args:

@@ -68,7 +68,7 @@ DEFAULT = Limits()
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class FrameKind:
     """A row of :data:`KINDS`.
 
     Args:
@@ -80,12 +80,12 @@ class Kind:
     parts: int = 0
 
 
-KINDS: Mapping[str, Kind] = {
-    "hello": Kind(0),
-    "data": Kind(1, parts=8),
-    "bye": Kind(2),
-    "error": Kind(3),
-    "taken": Kind(4),
+KINDS: Mapping[str, FrameKind] = {
+    "hello": FrameKind(0),
+    "data": FrameKind(1, parts=8),
+    "bye": FrameKind(2),
+    "error": FrameKind(3),
+    "taken": FrameKind(4),
 }
 _KIND_OF = {kind.code: name for name, kind in KINDS.items()}
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
+class AlphaBeta:
     """Seconds of a collective: ``alpha + beta · bytes``.
 
     Args:
@@ -34,9 +34,9 @@ class Line:
         """Of a collective in which each rank sends so many bytes."""
         return self.alpha + self.beta * sent
 
-    def slower(self, factor: float) -> Line:
+    def slower(self, factor: float) -> AlphaBeta:
         """So many times as slow."""
-        return Line(factor * self.alpha, factor * self.beta)
+        return AlphaBeta(factor * self.alpha, factor * self.beta)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +58,10 @@ class Link:
     """
 
     world: int
-    all_reduce: Line
-    all_gather: Line
+    all_reduce: AlphaBeta
+    all_gather: AlphaBeta
     drag: float = 1.0
-    push_pull: Line | None = None
+    push_pull: AlphaBeta | None = None
 
     def __post_init__(self) -> None:
         if self.world < 1:
@@ -88,7 +88,7 @@ class Link:
         if world < 1:
             raise ValueError(f"a link joins at least one rank, got {world}")
         beta = 8 / (gbit_s * 1e9)
-        return cls(world, Line(2 * (world - 1) * latency_s, beta), Line((world - 1) * latency_s, beta))
+        return cls(world, AlphaBeta(2 * (world - 1) * latency_s, beta), AlphaBeta((world - 1) * latency_s, beta))
 
     def slower(self, factor: float) -> Link:
         """With every time of a transfer so many times as long."""
@@ -108,7 +108,7 @@ _SMALL = 1e-3  # weight of a point below FROM: enough to place α where the larg
 
 
 @dataclasses.dataclass(frozen=True)
-class Fit:
+class AlphaBetaFit:
     """A line and how well it does.
 
     Attributes:
@@ -128,7 +128,7 @@ class Fit:
         return self.alpha + self.beta * size
 
 
-def fit(points: Sequence[tuple[float, float]]) -> Fit:
+def fit(points: Sequence[tuple[float, float]]) -> AlphaBetaFit:
     """The line with the smallest squared *relative* error, α ≥ 0, β ≥ 0.
 
     One point gives a line through nought. Points below 64 kB count a thousandth: α is what a message costs
@@ -150,7 +150,7 @@ def fit(points: Sequence[tuple[float, float]]) -> Fit:
     alpha, beta = _non_negative(xs, ys, weights)
     judged = [(n, t) for n, t in points if n >= FROM] or list(points)
     errors = [(alpha + beta * n) / t - 1 for n, t in judged]
-    return Fit(alpha, beta, max(map(abs, errors)), math.sqrt(sum(e * e for e in errors) / len(errors)))
+    return AlphaBetaFit(alpha, beta, max(map(abs, errors)), math.sqrt(sum(e * e for e in errors) / len(errors)))
 
 
 def _non_negative(xs: Sequence[float], ys: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:

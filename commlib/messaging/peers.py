@@ -71,12 +71,12 @@ class Peer:
         self.sending = threading.Lock()
         """Held while a frame gets its number and is handed over: so they leave in the order of their numbers."""
         self.out = Outgoing(me, limits, session=secrets.randbits(63))
-        self.credit = flow_control.Sender(window)
+        self.credit = flow_control.CreditSender(window)
         self.incoming: Incoming | None = None
         self.identity: str | None = None
         self.connection: Hashable = None
         self.box: collections.deque[tuple[int, Frame]] = collections.deque()
-        self.taken = flow_control.Receiver(window)
+        self.taken = flow_control.CreditReceiver(window)
         self.error: CommlibError | None = None
         self._heard = 0.0
 

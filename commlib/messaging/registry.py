@@ -19,7 +19,7 @@ WINDOW = 8 << 20
 """Bytes on their way between two members of a parameter server: some chunks. What has left cannot be overtaken."""
 
 
-class Door(Protocol):
+class EndpointFactory(Protocol):
     """Opens an endpoint."""
 
     def __call__(self, rank: int, *, job: str, towards: str, timeout: float, window: int) -> Endpoint: ...
@@ -31,11 +31,11 @@ def doors() -> Mapping[str, EntryPoint]:
     return installed(GROUP, "endpoints")
 
 
-def door(name: str) -> Door:
+def door(name: str) -> EndpointFactory:
     """One by its name.
 
     Raises:
         ValueError: there is none of this name.
         MissingDependency: it needs a package that is not installed.
     """
-    return cast(Door, fetch("endpoint", name, doors()))
+    return cast(EndpointFactory, fetch("endpoint", name, doors()))

@@ -21,7 +21,7 @@ T = TypeVar("T")
 _SLICE_S = 0.1  # so long one reads before it looks around: whether all is closed, or its own deadline over
 
 
-class Turns(Generic[A]):
+class SharedReader(Generic[A]):
     """One place to read at.
 
     Args:

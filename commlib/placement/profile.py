@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from commlib.groups.world import World
-from commlib.messaging.link_model import Line, Link
+from commlib.messaging.link_model import AlphaBeta, Link
 from commlib.placement.choose import Figures, Linear
 from commlib.planning.manager.link_probe import Probe, measure_product
 from commlib.runtime.layers import trained_parameters
@@ -58,7 +58,7 @@ def measure(model: nn.Module, layers: Mapping[str, nn.Linear], example: Any, gro
         seen, local, rebuild, whole, part = seconds
         n, m, size = x.out_features, x.in_features, x.weight.element_size()
         found[name] = Linear(n, m, int(rows), bool(needs), seen, local, rebuild, whole, part, size)
-    return Figures(Link(world.size, Line(*lines[:2]), Line(*lines[2:]), drag), found, units, end)
+    return Figures(Link(world.size, AlphaBeta(*lines[:2]), AlphaBeta(*lines[2:]), drag), found, units, end)
 
 
 class _Watch:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commlib.messaging.link_model import Line
+from commlib.messaging.link_model import AlphaBeta
 from commlib.transports.process_group.algorithms.steps import Place, Schedule
 
 from .arguments import Parts
@@ -112,7 +112,7 @@ class Calls(Identity):
         place: Place,
         timeout: datetime.timedelta,
         engine: Engine,
-        line: Line,
+        line: AlphaBeta,
         shut: Callable[[], None],
     ) -> None:
         super().__init__(store, place, timeout)

@@ -16,7 +16,7 @@ from commlib.groups.handshake import wait_for_all
 from commlib.groups.world import World
 from commlib.messaging import keys
 from commlib.messaging.frame import to_buffer
-from commlib.messaging.link_model import Line
+from commlib.messaging.link_model import AlphaBeta
 from commlib.messaging.network import address_towards, machine, store_host
 from commlib.transports.options import Options
 from commlib.transports.zeromq import ZeroMQ, is_loopback
@@ -127,14 +127,14 @@ def connect(store: Any, key: str, peer: int, endpoint: ZeroMQ, seconds: float) -
     endpoint.connect(peer, address, key=its_key)
 
 
-def measure(store: Any, key: str, world: World, endpoint: ZeroMQ, seconds: float) -> Line:
+def measure(store: Any, key: str, world: World, endpoint: ZeroMQ, seconds: float) -> AlphaBeta:
     """α and β of a message from a rank to the next: ranks 0 and 1 measure, and all are told. All ranks come.
 
     Raises:
         PeerLost: one of the two does not answer.
     """
     if world.size == 1:
-        return Line(0.0, 0.0)
+        return AlphaBeta(0.0, 0.0)
     if world.rank < 2:
         other, small = 1 - world.rank, bytes(1)
         bulk = to_buffer(torch.zeros(_BULK, dtype=torch.uint8))
@@ -149,4 +149,4 @@ def measure(store: Any, key: str, world: World, endpoint: ZeroMQ, seconds: float
         if world.rank == 0:
             store.set(f"{key}/line", msgpack.packb(found))
     store.wait([f"{key}/line"], datetime.timedelta(seconds=seconds))
-    return Line(*msgpack.unpackb(store.get(f"{key}/line")))
+    return AlphaBeta(*msgpack.unpackb(store.get(f"{key}/line")))

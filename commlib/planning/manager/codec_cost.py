@@ -13,7 +13,7 @@ import torch
 from commlib.codecs.memory_store import MemoryStore
 from commlib.exchange.collectives import AllReduce
 from commlib.groups.world import World
-from commlib.messaging.link_model import Line
+from commlib.messaging.link_model import AlphaBeta
 from commlib.planning.route import Route
 from commlib.planning.simulate import echo, part
 
@@ -33,15 +33,15 @@ class Cost:
         reduces: all-reduces.
     """
 
-    before: Line
-    after: Line
+    before: AlphaBeta
+    after: AlphaBeta
     gathers: int
     reduces: int
 
     @classmethod
     def from_wire(cls, x: Mapping[str, Any]) -> Cost:
         """Of ``dataclasses.asdict``."""
-        return cls(**{**x, "before": Line(**x["before"]), "after": Line(**x["after"])})
+        return cls(**{**x, "before": AlphaBeta(**x["before"]), "after": AlphaBeta(**x["after"])})
 
 
 def measure(route: Route, world: World, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> Cost:
@@ -63,7 +63,7 @@ def measure(route: Route, world: World, device: torch.device, clock: Callable[[]
 def slowest(costs: list[Cost]) -> Cost:
     """Of several ranks."""
     before, after = (
-        Line(max(line.alpha for line in lines), max(line.beta for line in lines))
+        AlphaBeta(max(line.alpha for line in lines), max(line.beta for line in lines))
         for lines in ([c.before for c in costs], [c.after for c in costs])
     )
     return Cost(before, after, costs[0].gathers, costs[0].reduces)
@@ -96,6 +96,6 @@ def _at(
     return (before, after), len(collectives) - reduces, reduces
 
 
-def _through(a: tuple[int, float], b: tuple[int, float]) -> Line:
+def _through(a: tuple[int, float], b: tuple[int, float]) -> AlphaBeta:
     beta = max(0.0, (b[1] - a[1]) / (b[0] - a[0]))
-    return Line(max(0.0, a[1] - beta * a[0]), beta)
+    return AlphaBeta(max(0.0, a[1] - beta * a[0]), beta)

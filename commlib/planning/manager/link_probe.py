@@ -19,7 +19,7 @@ from commlib.exchange.collectives import Scope, scope_of
 from commlib.exchange.hierarchy import Hierarchy
 from commlib.exchange.rate_limit import RateLimit
 from commlib.groups.world import World
-from commlib.messaging.link_model import Fit, Line, Link, fit
+from commlib.messaging.link_model import AlphaBeta, AlphaBetaFit, Link, fit
 from commlib.planning.route import resolve
 from commlib.planning.simulate import part
 
@@ -92,22 +92,22 @@ class Probe:
         """So many float32 make a rank send so many bytes in an all-reduce."""
         return max(1, sent * self.world.size // (2 * (self.world.size - 1)) // 4)
 
-    def _line(self, start: Callable[[int], Callable[[], None]], held: float) -> Line:
+    def _line(self, start: Callable[[int], Callable[[], None]], held: float) -> AlphaBeta:
         """Of what ``start`` makes for a number of bytes, of which the limit holds up this share."""
         least = 0.0 if self.limit is None else held / self.limit.bytes_s  # seconds a byte
         found = self._fitted(lambda sent: (sent, start(sent)), _SIZES, least)
-        return Line(found.alpha, max(found.beta, least))
+        return AlphaBeta(found.alpha, max(found.beta, least))
 
-    def _push_pull(self, servers: Any) -> Line | None:
+    def _push_pull(self, servers: Any) -> AlphaBeta | None:
         """Of gradients to servers and back, by the bytes of the gradients: those that a rank sends."""
         if servers is None:
             return None
         found = self._fitted(servers.trial, _SERVED)
-        return Line(found.alpha, found.beta)
+        return AlphaBeta(found.alpha, found.beta)
 
     def _fitted(
         self, start: Callable[[int], tuple[int, Callable[[], None]]], sizes: Sequence[int], least: float = 0.0
-    ) -> Fit:
+    ) -> AlphaBetaFit:
         """The line through what ``start`` makes for a number of bytes, with those that it really is.
 
         Args:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from commlib.messaging.link_model import Line, Link
+from commlib.messaging.link_model import AlphaBeta, Link
 from commlib.planning.manager import codec_cost
 from commlib.planning.manager.codec_cost import Cost
 
@@ -149,10 +149,10 @@ class Figures:
         link = x["link"]
         lines = link and Link(
             link["world"],
-            Line(**link["all_reduce"]),
-            Line(**link["all_gather"]),
+            AlphaBeta(**link["all_reduce"]),
+            AlphaBeta(**link["all_gather"]),
             link["drag"],
-            link["push_pull"] and Line(**link["push_pull"]),
+            link["push_pull"] and AlphaBeta(**link["push_pull"]),
         )
         tuples = {"ready": tuple(x["ready"]), "buckets": tuple(tuple(b) for b in x["buckets"])}
         products = {name: (local, rebuilt) for name, (local, rebuilt) in x["products"].items()}
@@ -200,5 +200,5 @@ def _worst(links: Sequence[Link]) -> Link:
     return Link(links[0].world, reduce, gather, drag, _slowest(servers) if servers else None)
 
 
-def _slowest(lines: Sequence[Line]) -> Line:
-    return Line(max(line.alpha for line in lines), max(line.beta for line in lines))
+def _slowest(lines: Sequence[AlphaBeta]) -> AlphaBeta:
+    return AlphaBeta(max(line.alpha for line in lines), max(line.beta for line in lines))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlib.errors import ProtocolError
-from commlib.messaging.flow_control import Receiver, Sender, cost
+from commlib.messaging.flow_control import CreditReceiver, CreditSender, cost
 
 
 def frame(size: int) -> int:
@@ -21,7 +21,7 @@ def frame(size: int) -> int:
 def test_what_waits_is_bounded_and_a_reader_that_reads_gets_all(
     window: int, sizes: list[int], data: st.DataObject
 ) -> None:
-    sender, receiver = Sender(window), Receiver(window)
+    sender, receiver = CreditSender(window), CreditReceiver(window)
     todo, wire = collections.deque(map(frame, sizes)), collections.deque[int]()
     while todo or wire:
         go = bool(todo) and sender.admits(todo[0])
@@ -39,7 +39,7 @@ def test_what_waits_is_bounded_and_a_reader_that_reads_gets_all(
 
 
 def test_empty_frames_count_too() -> None:
-    sender, sent = Sender(100_000), 0
+    sender, sent = CreditSender(100_000), 0
     while sender.admits(frame(0)) and sent < 1000:
         sender.sent(frame(0))
         sent += 1
@@ -47,7 +47,7 @@ def test_empty_frames_count_too() -> None:
 
 
 def test_who_sends_without_credit_is_accused_at_the_first_frame_too_many() -> None:
-    receiver = Receiver(100_000)
+    receiver = CreditReceiver(100_000)
     receiver.came(frame(48_096))
     receiver.came(frame(48_096))
     with pytest.raises(ProtocolError, match="it sends on, with 98240 bytes that have not been taken: 100000 may wait"):
@@ -55,7 +55,7 @@ def test_who_sends_without_credit_is_accused_at_the_first_frame_too_many() -> No
 
 
 def test_a_frame_that_did_not_go_takes_no_credit() -> None:
-    sender = Sender(4000)
+    sender = CreditSender(4000)
     for _ in range(100):
         sender.sent(frame(1000))
         sender.kept(frame(1000))
@@ -64,7 +64,7 @@ def test_a_frame_that_did_not_go_takes_no_credit() -> None:
 
 @pytest.mark.parametrize("totals", [[3000], [2000, 1000], [-1]])
 def test_a_peer_that_has_taken_more_than_was_sent_or_less_than_before_lies(totals: list[int]) -> None:
-    sender = Sender()
+    sender = CreditSender()
     sender.sent(frame(1000))
     for total in totals[:-1]:
         sender.taken(total)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.messaging.link_model import Line, Link
+from commlib.messaging.link_model import AlphaBeta, Link
 
-FREE = Line(0, 0)
-LINES = st.builds(Line, alpha=st.floats(0, 1), beta=st.floats(0, 1e-6))
+FREE = AlphaBeta(0, 0)
+LINES = st.builds(AlphaBeta, alpha=st.floats(0, 1), beta=st.floats(0, 1e-6))
 LINKS = st.builds(Link, world=st.integers(1, 64), all_reduce=LINES, all_gather=LINES, drag=st.floats(1, 8))
 BYTES = st.floats(0, 1e9)
 
@@ -37,7 +37,7 @@ def test_a_ring_takes_the_seconds_computed_by_hand(
 
 @given(st.floats(0, 1), st.floats(0, 1e-6), BYTES, BYTES)
 def test_seconds_are_a_line_through_alpha(alpha: float, beta: float, some: float, more: float) -> None:
-    line = Line(alpha, beta)
+    line = AlphaBeta(alpha, beta)
     assert line.seconds(0) == alpha
     assert line.seconds(some + more) - line.seconds(some) == pytest.approx(beta * more, rel=1e-6, abs=1e-9)
 
@@ -51,22 +51,22 @@ def test_slower_by_a_factor_takes_every_time_so_many_times_as_long(link: Link, f
 
 
 def test_slower_leaves_the_link_that_it_is_asked_of_alone() -> None:
-    link = Link(2, Line(1, 2), Line(3, 4))
-    assert link.slower(0.5) == Link(2, Line(0.5, 1), Line(1.5, 2))
-    assert link == Link(2, Line(1, 2), Line(3, 4))
+    link = Link(2, AlphaBeta(1, 2), AlphaBeta(3, 4))
+    assert link.slower(0.5) == Link(2, AlphaBeta(0.5, 1), AlphaBeta(1.5, 2))
+    assert link == Link(2, AlphaBeta(1, 2), AlphaBeta(3, 4))
 
 
 def test_the_way_to_servers_is_as_much_slower_and_may_have_the_least_beta() -> None:
-    link = Link(2, Line(1, 2), Line(3, 4), push_pull=Line(5, 1))
-    assert link.slower(2) == Link(2, Line(2, 4), Line(6, 8), push_pull=Line(10, 2))
-    assert (link.least_beta, Link(2, Line(1, 2), Line(3, 4)).least_beta) == (1, 2)
+    link = Link(2, AlphaBeta(1, 2), AlphaBeta(3, 4), push_pull=AlphaBeta(5, 1))
+    assert link.slower(2) == Link(2, AlphaBeta(2, 4), AlphaBeta(6, 8), push_pull=AlphaBeta(10, 2))
+    assert (link.least_beta, Link(2, AlphaBeta(1, 2), AlphaBeta(3, 4)).least_beta) == (1, 2)
 
 
 @pytest.mark.parametrize("name", ["alpha", "beta"])
 @pytest.mark.parametrize("bad", [-1e-9, math.nan, math.inf, -math.inf])
 def test_a_line_that_cannot_be_is_refused_by_name(name: str, bad: float) -> None:
     with pytest.raises(ValueError, match=f"{name} of a link must be a number ≥ 0, got {bad!r}"):
-        Line(**{"alpha": 0.0, "beta": 0.0, name: bad})
+        AlphaBeta(**{"alpha": 0.0, "beta": 0.0, name: bad})
 
 
 BAD: dict[str, tuple[Callable[[], Link], str]] = {

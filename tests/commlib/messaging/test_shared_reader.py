@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from commlib.messaging.shared_reader import Turns
+from commlib.messaging.shared_reader import SharedReader
 
 
 class Wire:
@@ -20,7 +20,7 @@ class Wire:
         self.wire: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.boxes: dict[int, collections.deque[int]] = collections.defaultdict(collections.deque)
         self.readers = 0
-        self.turns: Turns[int] = Turns(self.read, lambda n: self.boxes[n % 10].append(n))
+        self.turns: SharedReader[int] = SharedReader(self.read, lambda n: self.boxes[n % 10].append(n))
 
     def read(self, seconds: float) -> list[int]:
         self.readers += 1
@@ -59,7 +59,7 @@ def test_a_deadline_is_kept_by_who_reads() -> None:
         now[0] += seconds
         return []
 
-    turns: Turns[int] = Turns(read, lambda n: None, clock=lambda: now[0])
+    turns: SharedReader[int] = SharedReader(read, lambda n: None, clock=lambda: now[0])
     assert turns.wait(lambda: None, 100.35) is None
     assert asked == pytest.approx([0.1, 0.1, 0.1, 0.05])
 
@@ -74,7 +74,7 @@ def test_a_deadline_is_kept_by_who_does_not_read() -> None:
         return [1]
 
     wire = Wire()
-    wire.turns = Turns(read, lambda n: wire.boxes[n].append(n))
+    wire.turns = SharedReader(read, lambda n: wire.boxes[n].append(n))
     with ThreadPoolExecutor(1) as pool:
         reader = pool.submit(wire.get, 1)
         assert reads.wait(120)
@@ -95,7 +95,7 @@ def test_an_error_of_one_is_not_the_others() -> None:
             raise ValueError("seven")
         wire.boxes[n % 10].append(n)
 
-    wire.turns = Turns(wire.read, deliver)
+    wire.turns = SharedReader(wire.read, deliver)
     wire.wire.put(7)
     with pytest.raises(ValueError, match="seven"):
         wire.get(1)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.messaging.link_model import Line, Link
+from commlib.messaging.link_model import AlphaBeta, Link
 from commlib.placement.choose import Linear, placed_way
 from commlib.placement.communication import Coder
 
@@ -79,7 +79,7 @@ def test_it_is_named_as_it_was_given(spec: str) -> None:
 
 
 def test_auto_prices_a_placed_layer_by_the_bytes_that_it_sends() -> None:
-    link = Link(4, Line(0.0, 1e-7), Line(0.0, 1e-7))
+    link = Link(4, AlphaBeta(0.0, 1e-7), AlphaBeta(0.0, 1e-7))
     layer = Linear(1000, 2000, 8, True, 0.0, 0.0, 0.0, 0.0, 0.0)
     exact, coded = placed_way(layer, link), placed_way(layer, link, Coder("int8"))
     assert 3.7 < exact.sent / coded.sent < 4.0

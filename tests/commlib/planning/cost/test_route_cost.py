@@ -15,7 +15,7 @@ from commlib.exchange.factors.delivery import BroadcastDelivery, OwnerDelivery
 from commlib.exchange.factors.payload import RowCapacity, RowPayload
 from commlib.exchange.factors.rounds import FactorRounds, RowHistory
 from commlib.groups.world import World
-from commlib.messaging.link_model import Line, Link
+from commlib.messaging.link_model import AlphaBeta, Link
 from commlib.planning.cost import route_cost, volume
 from commlib.planning.cost.volume import Shape
 
@@ -31,7 +31,7 @@ SHAPES = st.integers(2, 64).flatmap(
         servers=st.just(p),
     )
 )
-ODD = Link(4, Line(0.5, 1e-8), Line(0.125, 3e-8))
+ODD = Link(4, AlphaBeta(0.5, 1e-8), AlphaBeta(0.125, 3e-8))
 
 
 def dense(s: Shape, link: Link) -> route_cost.Way:
@@ -149,7 +149,7 @@ def test_one_rank_alone_sends_nothing() -> None:
 
 
 def test_servers_cost_their_line_and_what_stays_dense_beside_them_its_own() -> None:
-    served = dataclasses.replace(ODD, push_pull=Line(0.25, 2e-8))
+    served = dataclasses.replace(ODD, push_pull=AlphaBeta(0.25, 2e-8))
     assert route_cost.push_pull(1000, served) == route_cost.Way("push_pull", 1000, 2e-8 * 1000, 0.25)
     beside = route_cost.push_pull(1000, served, plain=100)
     assert beside.sent == 1000 + 150

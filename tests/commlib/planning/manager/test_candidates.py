@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from commlib.messaging.link_model import Line, Link
+from commlib.messaging.link_model import AlphaBeta, Link
 from commlib.planning.cost import volume
 from commlib.planning.cost.choose import Choice
 from commlib.planning.cost.overlap import Bucket, Pass
@@ -22,8 +22,8 @@ from commlib.planning.planner import make_plan
 from commlib.runtime.layers import layer_specs, linear_layers
 
 TIMES = st.lists(st.tuples(st.floats(0.1, 1), st.floats(0, 1)), min_size=1, max_size=6)
-SLOW = Link(4, Line(1e-4, 1e-7), Line(5e-5, 1e-7))
-ONE_S = Link(2, Line(0, 1e-3), Line(0, 0))  # takes a second for 250 values
+SLOW = Link(4, AlphaBeta(1e-4, 1e-7), AlphaBeta(5e-5, 1e-7))
+ONE_S = Link(2, AlphaBeta(0, 1e-3), AlphaBeta(0, 0))  # takes a second for 250 values
 Case = tuple[Model, Pass, Link]
 NOT_FOR_OWNERS = {"rows": {"fc": 12, "head": 3}}  # with a block they would be more bytes than the gradient
 NO_FIGURES = Figures(1, 0.0, 0.0, (), (), 0.0, {}, {})
@@ -85,7 +85,7 @@ def test_a_unit_is_in_the_bucket_of_its_first_parameter() -> None:
 def bound_by_transfers(draw: st.DrawFn) -> Case:
     """All is ready within a fifth of the time that the transfers take."""
     sizes = draw(st.lists(st.integers(1, 1000), min_size=1, max_size=4))
-    link = Link(4, Line(draw(st.floats(0, 1e-2)), draw(st.floats(1e-6, 1e-3))), Line(0, 0))
+    link = Link(4, AlphaBeta(draw(st.floats(0, 1e-2)), draw(st.floats(1e-6, 1e-3))), AlphaBeta(0, 0))
     seconds = sum(link.all_reduce.seconds(1.5 * 4 * n) for n in sizes)
     ready = sorted(draw(st.lists(st.floats(0, 0.2), min_size=len(sizes), max_size=len(sizes))))
     buckets = tuple(Bucket(t * seconds, (str(i),)) for i, t in enumerate(ready))
@@ -189,7 +189,7 @@ def test_routes_are_in_the_order_of_the_backward_pass_and_gains_in_that_of_secon
     assert by_gain(choice) == ["b", "c", "a"]
 
 
-def with_servers(line: Line | None) -> Choice:
+def with_servers(line: AlphaBeta | None) -> Choice:
     """For the net on a slow link; of its layers only ``fc.weight`` and ``head`` are large enough for servers."""
     specs = layer_specs(Net())
     plan = make_plan(specs, "push_pull", world=4, min_size=1000)
@@ -200,7 +200,7 @@ def with_servers(line: Line | None) -> Choice:
 
 
 def test_servers_are_chosen_where_their_line_is_shorter_at_the_price_of_what_stays_dense_beside() -> None:
-    fast = Line(1e-4, 0.75e-7)  # half as long for each byte of gradient: an all-reduce sends 1.5 of each
+    fast = AlphaBeta(1e-4, 0.75e-7)  # half as long for each byte of gradient: an all-reduce sends 1.5 of each
     choice = with_servers(fast)
     assert routes(choice, {}) == {"head": "push_pull", "fc": "push_pull"}
     link = dataclasses.replace(SLOW, push_pull=fast)
@@ -210,6 +210,6 @@ def test_servers_are_chosen_where_their_line_is_shorter_at_the_price_of_what_sta
     assert choice.seconds < 0.9 * choice.dense_s
 
 
-@pytest.mark.parametrize("line", [None, Line(1e-4, 1.5e-7), Line(5e-3, 0.75e-7)])
-def test_servers_that_were_not_measured_or_win_nothing_are_left_alone(line: Line | None) -> None:
+@pytest.mark.parametrize("line", [None, AlphaBeta(1e-4, 1.5e-7), AlphaBeta(5e-3, 0.75e-7)])
+def test_servers_that_were_not_measured_or_win_nothing_are_left_alone(line: AlphaBeta | None) -> None:
     assert routes(with_servers(line), {}) == {}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from commlib.compressors.int8 import Int8
 from commlib.groups.world import World
-from commlib.messaging.link_model import Line
+from commlib.messaging.link_model import AlphaBeta
 from commlib.planning.manager import codec_cost
 from commlib.planning.manager.codec_cost import Cost, measure, slowest
 from commlib.planning.route import resolve
@@ -62,15 +62,15 @@ def test_the_line_goes_through_both_sizes_and_never_below_nought(monkeypatch: py
     (a, b), (c, d) = codec_cost._SHAPES
     assert found.before.seconds(a * b) == pytest.approx(1.0)
     assert found.before.seconds(c * d) == pytest.approx(3.0)
-    assert found.after == Line(4.0, 0.0)  # the larger was faster: a constant
+    assert found.after == AlphaBeta(4.0, 0.0)  # the larger was faster: a constant
 
 
 def test_of_several_ranks_the_slowest_counts_in_everything() -> None:
-    ranks = [Cost(Line(1, 5), Line(2, 2), 2, 0), Cost(Line(3, 4), Line(1, 9), 2, 0)]
+    ranks = [Cost(AlphaBeta(1, 5), AlphaBeta(2, 2), 2, 0), Cost(AlphaBeta(3, 4), AlphaBeta(1, 9), 2, 0)]
     for order in itertools.permutations(ranks):
-        assert slowest(list(order)) == Cost(Line(3, 5), Line(2, 9), 2, 0)
+        assert slowest(list(order)) == Cost(AlphaBeta(3, 5), AlphaBeta(2, 9), 2, 0)
 
 
 def test_it_travels_between_ranks() -> None:
-    cost = Cost(Line(1, 5), Line(2, 2), 2, 0)
+    cost = Cost(AlphaBeta(1, 5), AlphaBeta(2, 2), 2, 0)
     assert Cost.from_wire(dataclasses.asdict(cost)) == cost

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlib.messaging.link_model import Line, Link
+from commlib.messaging.link_model import AlphaBeta, Link
 from commlib.planning.cost.overlap import Bucket, Pass, finish
 from commlib.planning.cost.route_cost import Way, dense, factors, owners
 from commlib.planning.manager.candidates import Model
@@ -328,7 +328,7 @@ class Free(Cluster):
 
     @property
     def link(self) -> Link:
-        free = Line(0.0, 0.0)
+        free = AlphaBeta(0.0, 0.0)
         return super().link if self.worn else Link(P, free, free)
 
 

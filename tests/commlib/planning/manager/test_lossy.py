@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from commlib.messaging.link_model import Line, Link
+from commlib.messaging.link_model import AlphaBeta, Link
 from commlib.planning.cost.choose import choose as choose_exact
 from commlib.planning.cost.choose import compress_too
 from commlib.planning.cost.overlap import Bucket, Pass
@@ -20,8 +20,8 @@ from commlib.planning.manager.measurements import Figures, slowest
 from commlib.planning.planner import make_plan
 from commlib.runtime.layers import layer_specs, linear_layers
 
-LINK = Link(4, Line(1e-4, 1e-7), Line(1e-4, 1e-7))  # 80 Mbit/s
-FREE = Cost(Line(0, 1e-12), Line(0, 1e-12), 2, 0)
+LINK = Link(4, AlphaBeta(1e-4, 1e-7), AlphaBeta(1e-4, 1e-7))  # 80 Mbit/s
+FREE = Cost(AlphaBeta(0, 1e-12), AlphaBeta(0, 1e-12), 2, 0)
 ROUTE = "onebit@scatter_gather"
 
 
@@ -125,7 +125,7 @@ def test_without_codec_figures_nothing_is_compressed() -> None:
 
 
 def test_codec_figures_travel_and_the_slowest_rank_counts() -> None:
-    slow = Cost(Line(1.0, 1e-12), Line(0, 1e-12), 2, 0)
+    slow = Cost(AlphaBeta(1.0, 1e-12), AlphaBeta(0, 1e-12), 2, 0)
     ranks = [Figures.from_wire(figures().to_wire()), figures(codecs={ROUTE: slow})]
     assert ranks[0] == figures()
     assert slowest(ranks).codecs == {ROUTE: slow}
@@ -139,7 +139,7 @@ def test_a_probe_with_which_the_last_steps_could_not_have_been_is_not_believed()
         if decision.phase == "steady" and not decision.probe:
             break
     before, routes_before = pilot._known.link, decision.routes
-    far_slower = Link(4, Line(1e-4, 1e-4), Line(1e-4, 1e-4))
+    far_slower = Link(4, AlphaBeta(1e-4, 1e-4), AlphaBeta(1e-4, 1e-4))
     pilot._now = dataclasses.replace(decision, probe=True)
     decision = pilot.review(figures(link=far_slower))
     assert "not believed: 0.08 Mbit/s" in decision.said
@@ -154,7 +154,7 @@ def test_a_probe_that_is_not_believed_is_made_once_more() -> None:
         decision = pilot.review(figures(span=0.2))
         if decision.phase == "steady" and not decision.probe:
             break
-    far_slower = Link(4, Line(1e-4, 1e-4), Line(1e-4, 1e-4))
+    far_slower = Link(4, AlphaBeta(1e-4, 1e-4), AlphaBeta(1e-4, 1e-4))
     pilot._reference = figures(span=0.2)
     probes, believed = 0, 0
     for _ in range(10):
@@ -184,7 +184,7 @@ def test_a_probe_is_judged_by_what_it_is_worth_in_training() -> None:
 
 
 def test_compressed_rows_are_a_way_where_rows_were_seen_and_their_products_measured() -> None:
-    specs, cost = layer_specs(net()), Cost(Line(0.0, 1e-6), Line(0.0, 2e-6), 1, 0)
+    specs, cost = layer_specs(net()), Cost(AlphaBeta(0.0, 1e-6), AlphaBeta(0.0, 2e-6), 1, 0)
     plan = make_plan(specs, BY_ROWS, world=4, min_size=1024)
     m = Model(specs, linear_layers(net()), {BY_ROWS: plan})
     seen = figures(rows={"0": 16, "1": 16}, arithmetic="alike")

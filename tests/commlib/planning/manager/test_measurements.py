@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.messaging.link_model import Line, Link
+from commlib.messaging.link_model import AlphaBeta, Link
 from commlib.planning.manager.decision import Decision
 from commlib.planning.manager.measurements import Figures, Sheet, Step, slowest
 
-LINK = Link(3, Line(0.5, 1e-8), Line(0.25, 2e-8))
-SERVED = dataclasses.replace(LINK, push_pull=Line(0.125, 3e-8))
+LINK = Link(3, AlphaBeta(0.5, 1e-8), AlphaBeta(0.25, 2e-8))
+SERVED = dataclasses.replace(LINK, push_pull=AlphaBeta(0.125, 3e-8))
 NUMBERS = st.floats(0, 1e3)
 NAMES = st.text(max_size=4)
-LINES = st.builds(Line, NUMBERS, NUMBERS)
+LINES = st.builds(AlphaBeta, NUMBERS, NUMBERS)
 LINKS = st.builds(Link, st.integers(1, 8), LINES, LINES, st.floats(1, 8))
 FIGURES = st.lists(st.tuples(NUMBERS, st.lists(NAMES, max_size=3).map(tuple)), max_size=3).flatmap(
     lambda buckets: st.builds(
@@ -157,20 +157,20 @@ def test_a_decision_comes_through_the_store_as_it_was_its_routes_in_order(decisi
 
 
 def test_the_slowest_rank_has_the_most_of_everything() -> None:
-    other = Link(3, Line(0.1, 5e-8), Line(0.9, 1e-8), drag=2.0)
+    other = Link(3, AlphaBeta(0.1, 5e-8), AlphaBeta(0.9, 1e-8), drag=2.0)
     a = figures(wire=0.3, link=LINK, probe_s=2.0, products={"fc": (1.0, 2.0)})
     b = figures(steps=3, span=6.0, rest=0.5, ready=(1.0, 3.5), end=4.5, link=other, probe_s=1.0)
     more = {"rows": {"fc": 9, "head": 2}, "products": {"fc": (2.0, 3.0), "head": (0.5, 0.5)}}
     b = dataclasses.replace(b, seen={"fc": 2.0, "head": 1.0}, **more)  # type: ignore[arg-type]
     most = dataclasses.replace(b, rest=1.0, ready=(2.0, 3.5), seen={"fc": 2.5, "head": 1.0}, wire=0.3, probe_s=2.0)
-    most = dataclasses.replace(most, link=Link(3, Line(0.5, 5e-8), Line(0.9, 2e-8), drag=2.0))
+    most = dataclasses.replace(most, link=Link(3, AlphaBeta(0.5, 5e-8), AlphaBeta(0.9, 2e-8), drag=2.0))
     assert slowest([a, b]) == slowest([b, a]) == most
 
 
 def test_the_way_to_servers_comes_through_the_store_and_is_the_slowest_ranks() -> None:
-    a, b = figures(link=SERVED), figures(link=dataclasses.replace(SERVED, push_pull=Line(0.25, 1e-8)))
+    a, b = figures(link=SERVED), figures(link=dataclasses.replace(SERVED, push_pull=AlphaBeta(0.25, 1e-8)))
     assert Figures.from_wire(msgpack.unpackb(msgpack.packb(a.to_wire()))) == a
-    assert slowest([a, b]).link == dataclasses.replace(SERVED, push_pull=Line(0.25, 3e-8))
+    assert slowest([a, b]).link == dataclasses.replace(SERVED, push_pull=AlphaBeta(0.25, 3e-8))
 
 
 @given(FIGURES.filter(lambda f: f.steps > 0), st.integers(1, 4))

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.messaging.link_model import Line, Link
+from commlib.messaging.link_model import AlphaBeta, Link
 from commlib.planning.manager.candidates import Model, routes
 from commlib.planning.manager.measurements import Figures
 from commlib.planning.manager.predictor import Knowledge
 from commlib.runtime.layers import LayerSpec
 
-LINK = Link(4, Line(1e-4, 1e-7), Line(1e-4, 1e-7))
+LINK = Link(4, AlphaBeta(1e-4, 1e-7), AlphaBeta(1e-4, 1e-7))
 SHAPES = [(300, 400), (100, 300), (50, 100)]
 NAMES = [f"l{i}" for i in range(len(SHAPES))]
 

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from commlib.monitoring.top import Tails, picture
+from commlib.monitoring.top import LogTails, picture
 
 _WIDE = 160
 
@@ -79,7 +79,7 @@ def top(
     if layers < 0:
         raise ValueError(f"--layers must not be negative, got {layers}")
     places = paths or [Path()]
-    tails = Tails(places)
+    tails = LogTails(places)
 
     def now() -> dict[str, Any]:
         accounts, notes = tails.read()

@@ -33,7 +33,7 @@ from commlib.exchange.layer_task import LayerTask, SharedMeters
 from commlib.exchange.registry import EXCHANGES
 from commlib.exchange.step_commit import StepCommit
 from commlib.groups.world import World
-from commlib.monitoring.error_norms import Gauge
+from commlib.monitoring.error_norms import ErrorNorms
 from commlib.planning.plan import Plan
 from commlib.planning.route import Route
 from commlib.telemetry.stats import Meter
@@ -158,7 +158,7 @@ class BucketPlanner:
     ) -> None:
         self._specs = {s.name: s for s in specs}
         self._world, self._levels, self._store, self._steps = world, levels, store, steps
-        self.gauge = Gauge(store)
+        self.gauge = ErrorNorms(store)
         self._shared = SharedMeters()
         self._plain = PlainBuckets(self._shared)
         self.meters = {s.name: Meter(s.device, s.name) for s in specs}

@@ -18,7 +18,7 @@ from commlib.exchange.step_commit import StepCommit
 from commlib.fsdp.param_groups import ParamGroup
 from commlib.fsdp.plan import Replicas
 from commlib.groups.world import World
-from commlib.monitoring.error_norms import Gauge
+from commlib.monitoring.error_norms import ErrorNorms
 from commlib.planning.plan import Plan
 from commlib.planning.route import Route
 from commlib.telemetry.stats import Meter
@@ -54,7 +54,7 @@ class GradientReducer:
         self._plan, self._shard, self._store, self._steps, self._meters = plan, shard, store, steps, meters
         self._dense_steps, self._seed = dense_steps, seed
         self._made: dict[object, StepBuffers] = {}
-        self.gauge = Gauge(store)
+        self.gauge = ErrorNorms(store)
 
     @property
     def remembers(self) -> bool:

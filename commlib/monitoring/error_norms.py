@@ -4,9 +4,9 @@ There was the gradient and what was held back before, x + r; the residual is wha
 through, r′. So ‖r′‖ / ‖x + r‖ is the relative error of compression: 0 where all was sent, 1 where nothing was.
 
 x is overwritten by the mean over ranks, so the norm is taken before, in the thread of the hook, of the steps that are
-asked about only (:attr:`Gauge.on`). Nothing is read back to the host before :meth:`Gauge.read`: the steps between cost
-one look at a flag a layer, and no device is waited for. Both are called in a backward pass of this model, the second at
-its end, when no hook of it runs: there is no more than one thread at a time here.
+asked about only (:attr:`Gauge.on`). Nothing is read back to the host before :meth:`ErrorNorms.read`: the steps between
+cost one look at a flag a layer, and no device is waited for. Both are called in a backward pass of this model, the
+second at its end, when no hook of it runs: there is no more than one thread at a time here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from commlib.codecs.memory_store import MemoryStore
 from commlib.codecs.slots import OWNER
 
 
-class Held(NamedTuple):
+class LayerNorms(NamedTuple):
     """Of one layer.
 
     Attributes:
@@ -38,7 +38,7 @@ class Held(NamedTuple):
     there: float = 0.0
 
 
-class Gauge:
+class ErrorNorms:
     """Of one rank.
 
     Args:
@@ -76,7 +76,7 @@ class Gauge:
         x = torch.add(grad.view(-1), old.view(-1), alpha=decay)  # float32, whatever the gradient is
         self._there[name] = torch.linalg.vector_norm(x)
 
-    def read(self, count: int) -> dict[str, Held]:
+    def read(self, count: int) -> dict[str, LayerNorms]:
         """Of all layers that hold something back, once the step is settled. On CUDA waits for it.
 
         Args:
@@ -86,7 +86,7 @@ class Gauge:
         found = [(name, key, torch.linalg.vector_norm(values)) for name, key, values in self._store.held()]
         norms = torch.stack([norm for *_, norm in found] + [there[n] for n in there]).tolist() if found else []
         before = dict(zip(there, norms[len(found) :], strict=True)) if norms else {}
-        unit, layers = self._store.unit, dict.fromkeys((name for name, *_ in found), Held(0.0))
+        unit, layers = self._store.unit, dict.fromkeys((name for name, *_ in found), LayerNorms(0.0))
         for (name, key, _), norm in zip(found, norms, strict=False):
             held = layers[name]
             if key.startswith(OWNER):
@@ -101,7 +101,7 @@ class Gauge:
         return layers
 
 
-def total(layers: dict[str, Held]) -> float | None:
+def total(layers: dict[str, LayerNorms]) -> float | None:
     """The relative error of all layers together whose own is known; None if no layer's is."""
     known = [held for held in layers.values() if held.error is not None]
     there = sum(held.there**2 for held in known) ** 0.5

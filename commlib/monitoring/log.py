@@ -24,7 +24,7 @@ from torch import nn
 from commlib.errors import ReplicasDiverged, check_numbers
 from commlib.exchange.step_commit import StepCommit
 from commlib.groups.world import World
-from commlib.monitoring.error_norms import Gauge, Held, total
+from commlib.monitoring.error_norms import ErrorNorms, LayerNorms, total
 from commlib.monitoring.log_writers import Entry, Target, target_of
 from commlib.monitoring.replica_check import DriftGuard
 from commlib.planning.plan import Plan
@@ -42,7 +42,7 @@ class Loggable(Traceable, abc.ABC):
     world: World
     _plan: Plan
     _steps: StepCommit
-    _gauge: Gauge
+    _gauge: ErrorNorms
     _device: torch.device
     _logging: Log | None = None
     _guard: DriftGuard | None = None
@@ -87,7 +87,9 @@ class Loggable(Traceable, abc.ABC):
 
     # -- what whoever exchanges tells -----------------------------------------------------------
 
-    def _shows(self, module: nn.Module, group: Any, key: str, device: torch.device, gauge: Gauge, check: int) -> None:
+    def _shows(
+        self, module: nn.Module, group: Any, key: str, device: torch.device, gauge: ErrorNorms, check: int
+    ) -> None:
         """What there is to be seen, and after how many exchanges replicas are to be compared; collective if not 0."""
         self._device, self._gauge = device, gauge
         if check:
@@ -254,7 +256,7 @@ def changes(before: Plan, after: Plan, step: int) -> list[dict[str, Any]]:
     ]
 
 
-def _said(held: Held) -> dict[str, float | None]:
+def _said(held: LayerNorms) -> dict[str, float | None]:
     owed = {"owed": _short(held.owed)} if held.owed else {}
     return {"error": _short(held.error), "residual": _short(held.residual), **owed}
 

@@ -1,7 +1,7 @@
 """What the logs of a run say (:mod:`commlib.monitoring.log`), as one picture of it. Pure: entries and ages in, rows
 out.
 
-An :class:`Account` takes the entries of one rank, one after another. :func:`picture` makes of several accounts what
+An :class:`RankAccount` takes the entries of one rank, one after another. :func:`picture` makes of several accounts what
 ``commlib top`` shows, as values that JSON has.
 
 Files that others write, read along line by line.
@@ -29,7 +29,7 @@ _OF_STEP = ("step", "steps", "skipped", "seconds", "bytes", "exposed_ms")
 
 
 @dataclasses.dataclass
-class Account:
+class RankAccount:
     """Of one rank: what its file says by now. A run that was resumed goes on in its file, and its last part counts.
 
     Attributes:
@@ -75,7 +75,7 @@ class Account:
         kind = entry["kind"]
         if kind == "begin" and entry["commlib"] == VERSION:
             _check(entry, _OF_BEGIN)
-            fresh = Account(begun=entry, routes=dict(entry["plan"]), strange=self.strange)
+            fresh = RankAccount(begun=entry, routes=dict(entry["plan"]), strange=self.strange)
             vars(self).update(vars(fresh))
         elif not self.begun:
             self.strange += 1
@@ -106,7 +106,7 @@ def _check(entry: Mapping[str, Any], numbers: Iterable[str]) -> None:
             raise TypeError(f"{name} is no number: {entry[name]!r}")
 
 
-def picture(accounts: Sequence[tuple[Account, float]], layers: int = 5, changes: int = 5) -> dict[str, Any]:
+def picture(accounts: Sequence[tuple[RankAccount, float]], layers: int = 5, changes: int = 5) -> dict[str, Any]:
     """Of all ranks.
 
     Args:
@@ -126,7 +126,7 @@ def picture(accounts: Sequence[tuple[Account, float]], layers: int = 5, changes:
     }
 
 
-def _row(account: Account, age: float) -> dict[str, Any]:
+def _row(account: RankAccount, age: float) -> dict[str, Any]:
     begun, last = account.begun, account.last
     steps, seconds = last.get("steps", 0), last.get("seconds", 0.0)
     return {
@@ -145,7 +145,7 @@ def _row(account: Account, age: float) -> dict[str, Any]:
     }
 
 
-def _still(account: Account, age: float) -> bool:
+def _still(account: RankAccount, age: float) -> bool:
     return not account.ended and age > max(AT_LEAST, PATIENCE * account.last.get("seconds", 0.0))
 
 
@@ -153,7 +153,7 @@ def _newest(changes: Sequence[Mapping[str, Any]]) -> int:
     return max((c["step"] for c in changes), default=-1)
 
 
-def _worst(accounts: Iterable[Account], count: int) -> list[dict[str, Any]]:
+def _worst(accounts: Iterable[RankAccount], count: int) -> list[dict[str, Any]]:
     """Layers by relative error, of the rank where it is largest; then those of which only residuals are known."""
     rows: dict[str, dict[str, Any]] = {}
     for account in accounts:
@@ -169,7 +169,7 @@ def _size(row: Mapping[str, Any]) -> tuple[float, float]:
     return (-1.0 if row["error"] is None else row["error"], row["residual"] or 0.0)
 
 
-def _notes(known: Sequence[tuple[Account, float]]) -> list[str]:
+def _notes(known: Sequence[tuple[RankAccount, float]]) -> list[str]:
     notes = []
     for account, _ in known[:1]:
         missing = sorted(set(range(account.begun["ranks"])) - {a.begun["rank"] for a, _ in known})
@@ -206,7 +206,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-class Tail:
+class LogTail:
     """Of one file: the lines that have come since it was last asked. Half a line waits for its other half.
 
     Args:
@@ -240,7 +240,7 @@ class Tail:
         return max(0.0, time.time() - self.path.stat().st_mtime)
 
 
-class Tails:
+class LogTails:
     """Of the ranks of a run.
 
     Args:
@@ -249,16 +249,16 @@ class Tails:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = list(paths)
-        self._known: dict[Path, tuple[Tail, Account]] = {}
+        self._known: dict[Path, tuple[LogTail, RankAccount]] = {}
 
-    def read(self) -> tuple[list[tuple[Account, float]], list[str]]:
+    def read(self) -> tuple[list[tuple[RankAccount, float]], list[str]]:
         """The accounts of all ranks, each with the seconds since its file was written; and what to say of files.
 
         Of two files of one rank, the one that was written last is taken.
         """
-        notes, newest = [], dict[int, tuple[Account, float, Path]]()
+        notes, newest = [], dict[int, tuple[RankAccount, float, Path]]()
         for path in self._files():
-            tail, account = self._known.setdefault(path, (Tail(path), Account()))
+            tail, account = self._known.setdefault(path, (LogTail(path), RankAccount()))
             try:
                 for line in tail.lines():
                     account.take(line)

@@ -9,7 +9,7 @@ from torch import Tensor
 from commlib.codecs.base import Compressor, LayerSpec, Memory
 from commlib.codecs.memory_store import MemoryStore
 from commlib.codecs.registry import make
-from commlib.monitoring.error_norms import Gauge, Held, total
+from commlib.monitoring.error_norms import ErrorNorms, LayerNorms, total
 
 SHAPE = (24, 40)
 SPEC = LayerSpec("fc.weight", SHAPE)
@@ -20,9 +20,9 @@ class Layer:
 
     def __init__(self, codec: Compressor) -> None:
         self.codec, self.store, self.count = codec, MemoryStore(), 0
-        self.gauge = Gauge(self.store)
+        self.gauge = ErrorNorms(self.store)
 
-    def step(self, x: Tensor, *, good: bool = True, look: bool = True) -> tuple[dict[str, Held], float]:
+    def step(self, x: Tensor, *, good: bool = True, look: bool = True) -> tuple[dict[str, LayerNorms], float]:
         """What the gauge says, and ‖x + r − sent‖ / ‖x + r‖ by the payload."""
         memory = self.store.memory(SPEC, self.codec.slots(SPEC))
         if look:
@@ -118,7 +118,7 @@ def test_a_loss_scale_is_taken_out_of_norms_and_not_in_errors() -> None:
 
 def test_what_an_owner_holds_of_the_mean_is_told_apart_and_a_gradient_of_zeros_has_no_error() -> None:
     codec, store = make("onebit"), MemoryStore()
-    gauge, stripe = Gauge(store), LayerSpec(SPEC.name, (12, 40))
+    gauge, stripe = ErrorNorms(store), LayerSpec(SPEC.name, (12, 40))
     memory, owner = store.memory(SPEC, codec.slots(SPEC)), store.owner(SPEC, codec.slots(stripe), 0)
     gauge.note(SPEC.name, codec, torch.zeros(SHAPE), memory, 0)
     memory.new["residual"].zero_()
@@ -129,14 +129,18 @@ def test_what_an_owner_holds_of_the_mean_is_told_apart_and_a_gradient_of_zeros_h
 
 
 def test_layers_add_up_by_their_norms() -> None:
-    layers = {"a": Held(3.0, error=0.5, there=6.0), "b": Held(4.0, error=0.5, there=8.0), "c": Held(100.0)}
+    layers = {
+        "a": LayerNorms(3.0, error=0.5, there=6.0),
+        "b": LayerNorms(4.0, error=0.5, there=8.0),
+        "c": LayerNorms(100.0),
+    }
     assert total(layers) == pytest.approx(5 / 10)
-    assert total({"a": Held(0.0, error=0.0)}) == 0.0
-    assert total({"c": Held(1.0)}) is None
+    assert total({"a": LayerNorms(0.0, error=0.0)}) == 0.0
+    assert total({"c": LayerNorms(1.0)}) is None
 
 
 def test_what_is_of_another_shape_than_the_gradient_is_left_alone() -> None:
-    gauge = Gauge(MemoryStore())  # a node's ranks have summed first: this residual is of a stripe of their sum
+    gauge = ErrorNorms(MemoryStore())  # a node's ranks have summed first: this residual is of a stripe of their sum
     part = Memory({"residual": torch.ones(12, 40)}, {"residual": torch.ones(12, 40)})
     gauge.note(SPEC.name, make("onebit"), draw(0), part, 0)
     assert gauge.read(1) == {}

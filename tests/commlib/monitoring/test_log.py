@@ -19,7 +19,7 @@ from torch.distributed.algorithms.join import Join
 import commlib
 from commlib.errors import ReplicasDiverged
 from commlib.groups.world import World
-from commlib.monitoring.error_norms import Gauge
+from commlib.monitoring.error_norms import ErrorNorms
 from commlib.monitoring.log import changes
 from commlib.monitoring.log_writers import LogFailed
 from commlib.planning.planner import make_plan
@@ -94,13 +94,13 @@ def test_entries_add_up_to_what_is_counted_and_training_is_the_same(
 
 def looked_at(world: World, folder: str) -> tuple[list[int], list[int]]:
     seen: list[int] = []
-    note = Gauge.note
+    note = ErrorNorms.note
 
-    def noted(self: Gauge, *args: Any) -> None:
+    def noted(self: ErrorNorms, *args: Any) -> None:
         seen.append(args[-1])
         note(self, *args)
 
-    Gauge.note = noted  # type: ignore[assignment, method-assign]
+    ErrorNorms.note = noted  # type: ignore[assignment, method-assign]
     try:
         trainer = Trainer(world, "onebit")
         trainer.train(3)
@@ -110,7 +110,7 @@ def looked_at(world: World, folder: str) -> tuple[list[int], list[int]]:
         trainer.train(2)
         trainer.close()
     finally:
-        Gauge.note = note  # type: ignore[method-assign]
+        ErrorNorms.note = note  # type: ignore[method-assign]
     return without, sorted(set(seen))
 
 

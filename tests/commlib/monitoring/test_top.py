@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.monitoring.top import Account, picture
+from commlib.monitoring.top import RankAccount, picture
 
 
 def begin(rank: int = 0, ranks: int = 2, step: int = 0, **more: Any) -> dict[str, Any]:
@@ -24,8 +24,8 @@ def step(at: int, rank: int = 0, **more: Any) -> dict[str, Any]:
     return {**whole, "layers": {"fc1": {"error": 0.5, "residual": 2.0}}, **more}
 
 
-def account(*entries: dict[str, Any]) -> Account:
-    made = Account()
+def account(*entries: dict[str, Any]) -> RankAccount:
+    made = RankAccount()
     for entry in entries:
         made.take(json.dumps(entry))
     assert made.strange == 0
@@ -148,7 +148,7 @@ def test_the_latest_changes_come_first_and_routes_follow_them() -> None:
 
 
 def test_lines_that_are_no_entries_are_counted_and_left() -> None:
-    made = Account()
+    made = RankAccount()
     for line in (json.dumps(step(5)), "{", "3", "[]", '{"kind": "begin"}', json.dumps(begin(commlib=99)), ""):
         made.take(line)
     assert (made.strange, made.begun) == (7, {})
@@ -163,7 +163,7 @@ def test_lines_that_are_no_entries_are_counted_and_left() -> None:
 
 @given(st.lists(st.text(max_size=40) | st.sampled_from([json.dumps(begin()), json.dumps(step(10)), '{"kind":"step"}'])))
 def test_no_line_breaks_it(lines: list[str]) -> None:
-    made = Account()
+    made = RankAccount()
     for line in lines:
         made.take(line)
     json.dumps(picture([(made, 3.0)]), allow_nan=False)

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.monitoring.top import Tail, Tails
+from commlib.monitoring.top import LogTail, LogTails
 
 
 def put(path: Path, rank: int, *steps: int, age: float = 0.0) -> None:
@@ -38,7 +38,7 @@ def put(path: Path, rank: int, *steps: int, age: float = 0.0) -> None:
 def test_lines_come_once_and_whole_however_they_are_written(lines: list[str], size: int) -> None:
     text = "".join(line + "\n" for line in lines).encode(errors="replace")
     with tempfile.NamedTemporaryFile() as file:
-        tail, seen = Tail(Path(file.name)), list[str]()
+        tail, seen = LogTail(Path(file.name)), list[str]()
         for i in range(0, len(text), size):
             file.write(text[i : i + size])
             file.flush()
@@ -50,14 +50,14 @@ def test_lines_come_once_and_whole_however_they_are_written(lines: list[str], si
 def test_a_file_that_has_begun_anew_is_read_from_its_beginning(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text("one\ntwo\nthr")
-    tail = Tail(path)
+    tail = LogTail(path)
     assert list(tail.lines()) == ["one", "two"]
     path.write_text("1\n2")
     assert list(tail.lines()) == ["1"]
 
 
 def test_ranks_of_a_folder_are_found_whenever_they_come(tmp_path: Path) -> None:
-    tails = Tails([tmp_path])
+    tails = LogTails([tmp_path])
     assert tails.read() == ([], [])
     put(tmp_path / "run.jsonl", 0, 10, age=5.0)
     (((account, age),), notes) = tails.read()
@@ -75,7 +75,7 @@ def test_of_two_files_of_a_rank_the_one_written_last_is_taken_and_the_other_name
     put(tmp_path / "new.jsonl", 0, 3)
     put(tmp_path / "old.jsonl", 0, 900, age=100.0)
     for paths in (["new.jsonl", "old.jsonl"], ["old.jsonl", "new.jsonl"], [""]):
-        found, notes = Tails([tmp_path / p for p in paths]).read()
+        found, notes = LogTails([tmp_path / p for p in paths]).read()
         assert [a.step for a, _ in found] == [3]
         assert notes == [f"{tmp_path}/old.jsonl is left out: {tmp_path}/new.jsonl is of rank 0, too, and newer"]
 
@@ -83,7 +83,7 @@ def test_of_two_files_of_a_rank_the_one_written_last_is_taken_and_the_other_name
 def test_what_cannot_be_read_and_what_has_no_log_in_it_is_said(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "other.jsonl").write_text('{"loss": 3}\n')
-    found, notes = Tails([tmp_path / "none.jsonl", tmp_path]).read()
+    found, notes = LogTails([tmp_path / "none.jsonl", tmp_path]).read()
     assert found == []
     assert notes == [
         f"{tmp_path}/none.jsonl cannot be read: No such file or directory",

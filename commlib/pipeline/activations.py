@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commlib.errors import PeerLost, ProtocolError
-from commlib.pipeline.schedule import Place
+from commlib.pipeline.schedule import StagePlace
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _MOST = 8  # dimensions of an activation
 
 
-class Carrier:
+class ActivationCarrier:
     """Of one stage.
 
     Args:
@@ -36,7 +36,7 @@ class Carrier:
     """
 
     def __init__(
-        self, group: Any, place: Place, ranks: Sequence[int], device: torch.device, held: int, timeout: float
+        self, group: Any, place: StagePlace, ranks: Sequence[int], device: torch.device, held: int, timeout: float
     ) -> None:
         self._group, self._place, self._device = group, place, device
         self._ranks = [ranks[r] for r in place.pipeline]

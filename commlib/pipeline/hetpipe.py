@@ -18,7 +18,7 @@ from commlib.errors import CommlibError
 from commlib.groups.handshake import agree, meeting_place
 from commlib.groups.process_groups import group_of, sibling
 from commlib.groups.world import World
-from commlib.pipeline.activations import Carrier
+from commlib.pipeline.activations import ActivationCarrier
 from commlib.pipeline.schedule import depth, passes, place
 from commlib.server.job.consistency import WSP
 from commlib.server.worker.parameter_server import ParameterServer
@@ -119,7 +119,7 @@ class HetPipe(Traceable):
         pipeline = sibling(group, device, at.pipeline) if stages > 1 else None
         peers = sibling(group, device, at.peers)
         ranks = torch.distributed.get_process_group_ranks(group)
-        self._carrier = Carrier(pipeline, at, ranks, device, rule.depth + 2, timeout)
+        self._carrier = ActivationCarrier(pipeline, at, ranks, device, rule.depth + 2, timeout)
         self._server = ParameterServer(
             stage,
             optimizer,

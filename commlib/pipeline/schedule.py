@@ -24,7 +24,7 @@ from typing import Literal
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class StagePlace:
     """Of one rank.
 
     Args:
@@ -64,7 +64,7 @@ class Place:
         return f"stage {stage} of virtual worker {self.worker} (rank {self.pipeline[stage]})"
 
 
-def place(rank: int, size: int, stages: int) -> Place:
+def place(rank: int, size: int, stages: int) -> StagePlace:
     """Where a rank is: a virtual worker's stages are neighbouring ranks.
 
     Raises:
@@ -77,7 +77,7 @@ def place(rank: int, size: int, stages: int) -> Place:
             f"{size} ranks are no whole virtual workers of {stages} stages: start a multiple of {stages}, or split the "
             "model into another number of stages"
         )
-    return Place(rank % stages, rank // stages, stages, size // stages)
+    return StagePlace(rank % stages, rank // stages, stages, size // stages)
 
 
 Pass = tuple[Literal["forward", "backward"], int]

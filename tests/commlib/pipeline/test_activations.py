@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from commlib.errors import PeerLost
 from commlib.groups.world import World
-from commlib.pipeline.activations import Carrier
+from commlib.pipeline.activations import ActivationCarrier
 from commlib.pipeline.schedule import place
 from tests.support.rank_pool import Fleet
 
@@ -21,7 +21,7 @@ def made(p: int) -> torch.Tensor:
 
 
 def there_and_back(world: World) -> tuple[list[bool], str]:
-    carrier = Carrier(dist.new_group(), place(world.rank, 2, 2), [0, 1], torch.device("cpu"), 4, 120.0)
+    carrier = ActivationCarrier(dist.new_group(), place(world.rank, 2, 2), [0, 1], torch.device("cpu"), 4, 120.0)
     found = []
     for p in range(20):
         if world.rank == 0:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from commlib.messaging.link_model import Link
-from commlib.placement.communication import EXACT, HEADER, Coder
+from commlib.placement.communication import EXACT, HEADER, RowCoder
 from commlib.planning.cost.choose import WORTH, choose, mbit, ms
 from commlib.planning.cost.overlap import Bucket, Pass
 from commlib.planning.cost.route_cost import Way, dense, factors, owners
@@ -23,7 +23,7 @@ _FIRST, _CAP = 1 << 20, 25 << 20  # bytes of DDP's first bucket, and of the othe
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear:
+class PlaceableLinear:
     """A layer that may be placed, as the slowest rank has it.
 
     Args:
@@ -52,7 +52,7 @@ class Linear:
 
 
 @dataclasses.dataclass(frozen=True)
-class Figures:
+class PlacementMeasurements:
     """What is decided by; the same on all ranks.
 
     Args:
@@ -63,7 +63,7 @@ class Figures:
     """
 
     link: Link
-    layers: Mapping[str, Linear]
+    layers: Mapping[str, PlaceableLinear]
     units: Mapping[str, tuple[float, int]]
     end_s: float
 
@@ -125,7 +125,7 @@ class Considered:
         return f"{best.route} costs {ms(best.alone_s)}, but that hides behind the backward pass, or too little is saved"
 
 
-def placed_way(x: Linear, link: Link, coder: Coder = EXACT) -> Way:
+def placed_way(x: PlaceableLinear, link: Link, coder: RowCoder = EXACT) -> Way:
     """A layer that stays put: its collectives' bytes one after another, with a header; what its part takes less.
 
     Of a codec the bytes are in it, and not the time that it takes.
@@ -138,7 +138,7 @@ def placed_way(x: Linear, link: Link, coder: Coder = EXACT) -> Way:
     return Way("placed", header + sum(parts), wire, 0.0, saved_s=x.whole_s - x.part_s)
 
 
-def ways_of(x: Linear, link: Link, coder: Coder = EXACT) -> list[Way]:
+def ways_of(x: PlaceableLinear, link: Link, coder: RowCoder = EXACT) -> list[Way]:
     """All of a layer, dense first, placed last; rows only where they are fewer bytes than the gradient."""
     found = [dense(x.n * x.m * x.itemsize, link)]
     ring = found[0].sent
@@ -147,7 +147,7 @@ def ways_of(x: Linear, link: Link, coder: Coder = EXACT) -> list[Way]:
     return [*found, *(w for w in (rows, owned) if w.sent < ring), placed_way(x, link, coder)]
 
 
-def decide(f: Figures, worth: float = WORTH, coder: Coder = EXACT) -> Considered:
+def decide(f: PlacementMeasurements, worth: float = WORTH, coder: RowCoder = EXACT) -> Considered:
     """The layers by which, as far as is predicted, steps are shortest; none, unless that is ``worth`` its share.
 
     What is not placed goes as a manager would choose it (:func:`commlib.planning.cost.choose.choose`). Layers are

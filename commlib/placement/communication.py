@@ -36,7 +36,7 @@ from commlib.runtime.plugins import split
 _ALIGN = 8  # bytes at multiples of which payloads begin
 
 
-class Coder:
+class RowCoder:
     """Rows of a matrix as bytes, and back.
 
     Args:
@@ -108,7 +108,7 @@ def _check(codec: Compressor, spec: str) -> None:
         raise ValueError(f"codec={spec!r} needs the same seed on all ranks: activations of each are its own")
 
 
-EXACT = Coder()
+EXACT = RowCoder()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """In which activations travel."""
 HEADER = 40
@@ -116,7 +116,7 @@ HEADER = 40
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class LayerCall:
     """One call of a layer, known to all ranks.
 
     Attributes:
@@ -132,7 +132,7 @@ class Call:
     input_grad: bool
 
 
-class Channel:
+class PlacementChannel:
     """Of one model.
 
     Args:
@@ -142,11 +142,11 @@ class Channel:
         coder: how rows travel.
     """
 
-    def __init__(self, group: Any, world: World, key: str, coder: Coder | None = None) -> None:
+    def __init__(self, group: Any, world: World, key: str, coder: RowCoder | None = None) -> None:
         self.world = world
         self._group, self._key, self._coder = group, key, coder or EXACT
 
-    def meet(self, number: int, layer: str, x: Tensor, *, trained: bool) -> Call:
+    def meet(self, number: int, layer: str, x: Tensor, *, trained: bool) -> LayerCall:
         """All ranks come to the same call.
 
         Args:
@@ -171,9 +171,11 @@ class Channel:
                     f"rank {self.world.rank} called layer {layer!r} ({_words(mine)}) while rank {rank} called "
                     f"{_words(head)}: every rank must make the same calls of placed layers, in the same order"
                 )
-        return Call(layer, tuple(h[1] for h in heads), trained, any(h[4] for h in heads))
+        return LayerCall(layer, tuple(h[1] for h in heads), trained, any(h[4] for h in heads))
 
-    def gather(self, call: Call, mine: Tensor, counts: Sequence[int] | None = None, *, exact: bool = False) -> Tensor:
+    def gather(
+        self, call: LayerCall, mine: Tensor, counts: Sequence[int] | None = None, *, exact: bool = False
+    ) -> Tensor:
         """All ranks' rows, (Σ counts, width), in rank order; this rank's, too, as the others get them.
 
         Args:
@@ -199,20 +201,20 @@ class Channel:
         parts = zip(torch.split(out, longest), sizes, counts, strict=True)
         return torch.cat([coder.decode(part[:size], n, width, mine.dtype) for part, size, n in parts])
 
-    def to_rows(self, call: Call, columns: Tensor, cuts: Sequence[slice]) -> Tensor:
+    def to_rows(self, call: LayerCall, columns: Tensor, cuts: Sequence[slice]) -> Tensor:
         """(Σ counts, own outputs) of all ranks' rows → (own rows, N): all outputs of this rank's."""
         rows = call.counts[self.world.rank]
         shapes = [(rows, c.stop - c.start) for c in cuts]
         blocks = self._swap(f"outputs of {call.layer!r}", torch.split(columns, list(call.counts)), shapes)()
         return torch.cat(blocks, dim=1)
 
-    def to_columns(self, call: Call, grad: Tensor, cuts: Sequence[slice]) -> Tensor:
+    def to_columns(self, call: LayerCall, grad: Tensor, cuts: Sequence[slice]) -> Tensor:
         """The mirror image: (own rows, N) → (Σ counts, own outputs)."""
         own = cuts[self.world.rank]
         shapes = [(n, own.stop - own.start) for n in call.counts]
         return torch.cat(self._swap(f"output gradients of {call.layer!r}", [grad[:, c] for c in cuts], shapes)())
 
-    def sum_rows(self, call: Call, partial: Tensor) -> Callable[[], Tensor]:
+    def sum_rows(self, call: LayerCall, partial: Tensor) -> Callable[[], Tensor]:
         """(Σ counts, M), this rank's part of all → waits for, and returns, (own rows, M), summed in rank order.
 
         So all of it is the same bits whatever the backend, and bfloat16 is rounded once, after the sum.
@@ -248,7 +250,7 @@ class Channel:
         return found
 
     def _swap(
-        self, what: str, pieces: Sequence[Tensor], shapes: Sequence[tuple[int, int]], coder: Coder | None = None
+        self, what: str, pieces: Sequence[Tensor], shapes: Sequence[tuple[int, int]], coder: RowCoder | None = None
     ) -> Callable[[], list[Tensor]]:
         """An all-to-all of a matrix to each rank, and one of these shapes from each; returns what waits for them."""
         coder, dtype = coder or self._coder, pieces[0].dtype
@@ -280,7 +282,7 @@ class Channel:
             me = f"rank {self.world.rank} of {self.world.size}"
             raise PeerLost(f"{me} waits at a placed layer in vain: another rank has given up; {found}")
 
-    def __deepcopy__(self, memo: object) -> Channel:
+    def __deepcopy__(self, memo: object) -> PlacementChannel:
         return self
 
     def __reduce__(self) -> Any:

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from commlib.exchange.factors.delivery import block
-from commlib.placement.communication import DTYPES, Call, Channel
+from commlib.placement.communication import DTYPES, LayerCall, PlacementChannel
 from commlib.runtime.amp import finite
 
 
@@ -41,7 +41,7 @@ class PlacedLinear(nn.Module):
     weight: nn.Parameter
     """(own outputs, in_features)."""
 
-    def __init__(self, linear: nn.Linear, name: str, number: int, channel: Channel) -> None:
+    def __init__(self, linear: nn.Linear, name: str, number: int, channel: PlacementChannel) -> None:
         super().__init__()
         self.name, self.number, self.channel = name, number, channel
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -62,7 +62,7 @@ class PlacedLinear(nn.Module):
 
         Raises:
             TypeError, ValueError: an input of another dtype or width.
-            PlanMismatch, PeerLost: as :meth:`Channel.meet`.
+            PlanMismatch, PeerLost: as :meth:`PlacementChannel.meet`.
         """
         return self._untraced(self, x)
 
@@ -77,7 +77,7 @@ class PlacedLinear(nn.Module):
     def whole_weight(self) -> Tensor:
         """W, (N, M), on every rank. Collective."""
         counts = tuple(c.stop - c.start for c in self.cuts)
-        return self.channel.gather(Call(self.name, counts, False, False), self.weight.detach(), exact=True)
+        return self.channel.gather(LayerCall(self.name, counts, False, False), self.weight.detach(), exact=True)
 
     # -- state dicts: a part goes by the name of its rows, so that no rank takes another's for its own --
 
@@ -132,7 +132,9 @@ def _untraced() -> Callable[[PlacedLinear, Tensor], Tensor]:
 
 class _Placed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: PlacedLinear, call: Call) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: PlacedLinear, call: LayerCall
+    ) -> Tensor:
         everyones = layer.channel.gather(call, x)
         ctx.save_for_backward(everyones, weight)
         ctx.layer, ctx.call, ctx.bias = layer, call, None if bias is None else bias.dtype
@@ -143,7 +145,7 @@ class _Placed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         everyones, weight = ctx.saved_tensors
-        layer, call = cast(PlacedLinear, ctx.layer), cast(Call, ctx.call)
+        layer, call = cast(PlacedLinear, ctx.layer), cast(LayerCall, ctx.call)
         columns = layer.channel.to_columns(call, grad, layer.cuts)
         back = layer.channel.sum_rows(call, columns @ weight.to(grad.dtype)) if call.input_grad else None
         own = (columns.t() @ everyones).to(weight.dtype).div_(layer.channel.world.size)  # while it is on its way

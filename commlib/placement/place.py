@@ -18,7 +18,7 @@ from commlib.groups.handshake import agree, meeting_place, publish_failure
 from commlib.groups.process_groups import group_of, sibling, waits_on_stream
 from commlib.groups.world import World
 from commlib.placement.choose import Considered, decide
-from commlib.placement.communication import DTYPES, Channel, Coder
+from commlib.placement.communication import DTYPES, PlacementChannel, RowCoder
 from commlib.placement.linear import PlacedLinear, placed_layers
 from commlib.placement.profile import measure
 from commlib.runtime.layers import LayerSpec, linear_layers, one_device
@@ -96,7 +96,7 @@ def place(
             raise TypeError("the model is wrapped in DDP, which would reduce placed layers: place first, then wrap")
         if not timeout > 0:
             raise ValueError(f"timeout must be a number of seconds > 0, got {timeout!r}")
-        auto, coder = which == AUTO, Coder(codec)
+        auto, coder = which == AUTO, RowCoder(codec)
         if auto and example is None:
             raise ValueError("'auto' measures a step: give example=, its inputs; or name the layers to be placed")
         found = _placeable(model)
@@ -116,7 +116,7 @@ def place(
         considered = decide(figures, coder=coder)
         agree(group, f"{key}/chosen", {"placed": ", ".join(considered.placed)}, world, timeout)
         layers = {n: m for n, m in layers.items() if n in considered.placed}
-    channel = Channel(own, world, f"{key}/lost", coder)
+    channel = PlacementChannel(own, world, f"{key}/lost", coder)
     return Placement(_replace(model, layers, channel, init_sync), considered, world)
 
 
@@ -160,7 +160,7 @@ def _device(layers: Mapping[str, nn.Linear], group: Any) -> torch.device:
 
 
 def _replace(
-    model: nn.Module, layers: Mapping[str, nn.Linear], channel: Channel, init_sync: bool
+    model: nn.Module, layers: Mapping[str, nn.Linear], channel: PlacementChannel, init_sync: bool
 ) -> dict[str, PlacedLinear]:
     """In place, in the model's order; DDP is told."""
     made: dict[str, PlacedLinear] = {}

@@ -14,12 +14,14 @@ from torch.nn import functional
 
 from commlib.groups.world import World
 from commlib.messaging.link_model import AlphaBeta, Link
-from commlib.placement.choose import Figures, Linear
+from commlib.placement.choose import PlaceableLinear, PlacementMeasurements
 from commlib.planning.manager.link_probe import Probe, measure_product
 from commlib.runtime.layers import trained_parameters
 
 
-def measure(model: nn.Module, layers: Mapping[str, nn.Linear], example: Any, group: Any, world: World) -> Figures:
+def measure(
+    model: nn.Module, layers: Mapping[str, nn.Linear], example: Any, group: Any, world: World
+) -> PlacementMeasurements:
     """The slowest rank's figures, on all ranks. Collective; some seconds on a slow link.
 
     Args:
@@ -57,8 +59,10 @@ def measure(model: nn.Module, layers: Mapping[str, nn.Linear], example: Any, gro
         rows, needs, *seconds = (next(worst) for _ in range(7))
         seen, local, rebuild, whole, part = seconds
         n, m, size = x.out_features, x.in_features, x.weight.element_size()
-        found[name] = Linear(n, m, int(rows), bool(needs), seen, local, rebuild, whole, part, size)
-    return Figures(Link(world.size, AlphaBeta(*lines[:2]), AlphaBeta(*lines[2:]), drag), found, units, end)
+        found[name] = PlaceableLinear(n, m, int(rows), bool(needs), seen, local, rebuild, whole, part, size)
+    return PlacementMeasurements(
+        Link(world.size, AlphaBeta(*lines[:2]), AlphaBeta(*lines[2:]), drag), found, units, end
+    )
 
 
 class _Watch:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from commlib.placement.communication import Call
+from commlib.placement.communication import LayerCall
 from commlib.placement.linear import PlacedLinear, placed_layers
 from commlib.runtime.layers import inside
 
@@ -62,7 +62,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
         for key in sorted(whole.get(i, {})):
             value = whole[i][key]
             if isinstance(value, Tensor) and value.shape == layer.weight.shape:
-                whole[i][key] = layer.channel.gather(Call(layer.name, counts, False, False), value)
+                whole[i][key] = layer.channel.gather(LayerCall(layer.name, counts, False, False), value)
     return state
 
 

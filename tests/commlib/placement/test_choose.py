@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlib.messaging.link_model import Link
-from commlib.placement.choose import Figures, Linear, _without, decide, placed_way, ways_of
+from commlib.placement.choose import PlaceableLinear, PlacementMeasurements, _without, decide, placed_way, ways_of
 from commlib.planning.cost.choose import MARGIN, choose
 from commlib.planning.cost.route_cost import dense
 
 SLOW = Link.ring(4, 0.2, 1e-4)  # 200 Mbit/s
 
 
-def layer(n: int, m: int, rows: int, **more: float) -> Linear:
+def layer(n: int, m: int, rows: int, **more: float) -> PlaceableLinear:
     given = {
         "input_grad": True,
         "seen_s": 0.01,
@@ -27,12 +27,12 @@ def layer(n: int, m: int, rows: int, **more: float) -> Linear:
         "part_s": 0.005,
         **more,
     }
-    return Linear(n, m, rows, **given)  # type: ignore[arg-type]
+    return PlaceableLinear(n, m, rows, **given)  # type: ignore[arg-type]
 
 
-def figures(layers: dict[str, Linear], link: Link = SLOW) -> Figures:
+def figures(layers: dict[str, PlaceableLinear], link: Link = SLOW) -> PlacementMeasurements:
     units = {name: (0.02 + i / 100, x.n * x.m * 4) for i, (name, x) in enumerate(layers.items())}
-    return Figures(link, layers, {**units, "norm": (0.1, 400)}, 0.1)
+    return PlacementMeasurements(link, layers, {**units, "norm": (0.1, 400)}, 0.1)
 
 
 def test_a_tall_layer_of_few_rows_on_a_slow_link_is_placed_and_says_why() -> None:
@@ -63,7 +63,7 @@ def test_by_hand_a_way_is_its_bytes_one_after_another_less_what_its_part_takes_l
 
 
 LAYERS = st.builds(
-    Linear,
+    PlaceableLinear,
     n=st.integers(1, 5000),
     m=st.integers(1, 5000),
     rows=st.integers(1, 500),
@@ -76,7 +76,7 @@ LAYERS = st.builds(
 )
 
 
-def seconds(f: Figures, put: tuple[str, ...]) -> float:
+def seconds(f: PlacementMeasurements, put: tuple[str, ...]) -> float:
     ways = {n: ways_of(x, f.link) for n, x in f.layers.items()}
     every = {n: dense(nbytes, f.link) for n, (_, nbytes) in f.units.items() if n not in put}
     others = {n: w[1:-1] for n, w in ways.items() if n not in put}
@@ -84,7 +84,7 @@ def seconds(f: Figures, put: tuple[str, ...]) -> float:
 
 
 @given(LAYERS, st.floats(0.01, 10), st.integers(2, 32))
-def test_of_one_layer_the_choice_is_the_shorter_step(x: Linear, gbit_s: float, world: int) -> None:
+def test_of_one_layer_the_choice_is_the_shorter_step(x: PlaceableLinear, gbit_s: float, world: int) -> None:
     f = figures({"one": x}, Link.ring(world, gbit_s, 1e-4))
     found = decide(f, worth=0.0)
     puts: list[tuple[str, ...]] = [(), ("one",)]
@@ -94,7 +94,7 @@ def test_of_one_layer_the_choice_is_the_shorter_step(x: Linear, gbit_s: float, w
 
 
 @given(st.lists(LAYERS, min_size=2, max_size=4), st.floats(0.01, 10))
-def test_no_single_change_and_neither_all_nor_none_is_shorter(layers: list[Linear], gbit_s: float) -> None:
+def test_no_single_change_and_neither_all_nor_none_is_shorter(layers: list[PlaceableLinear], gbit_s: float) -> None:
     f = figures({f"layer {i}": x for i, x in enumerate(layers)}, Link.ring(4, gbit_s, 1e-4))
     found = decide(f, worth=0.0)
     assert found.seconds == pytest.approx(seconds(f, found.placed))
@@ -104,6 +104,6 @@ def test_no_single_change_and_neither_all_nor_none_is_shorter(layers: list[Linea
 
 
 @given(st.lists(LAYERS, min_size=1, max_size=4), st.floats(0.01, 10))
-def test_nothing_is_placed_for_less_than_it_is_worth(layers: list[Linear], gbit_s: float) -> None:
+def test_nothing_is_placed_for_less_than_it_is_worth(layers: list[PlaceableLinear], gbit_s: float) -> None:
     found = decide(figures({f"layer {i}": x for i, x in enumerate(layers)}, Link.ring(4, gbit_s, 1e-4)))
     assert not found.placed or found.seconds <= 0.95 * found.others_s

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from commlib.messaging.link_model import Link
 from commlib.planning.cost import route_cost, volume
 from commlib.planning.cost.choose import choose
-from commlib.planning.cost.overlap import Bucket, Pass, finish
-from commlib.planning.cost.route_cost import Way
+from commlib.planning.cost.overlap import Bucket, TrainingPass, finish
+from commlib.planning.cost.route_cost import Candidate
 
 from .assumptions import Setting
 from .model import Layer, Model
@@ -28,7 +28,7 @@ def alone_s(model: Model, setting: Setting) -> float:
     return setting.compute_s(3 * model.flops * setting.batch)
 
 
-def one_pass(model: Model, setting: Setting) -> Pass:
+def one_pass(model: Model, setting: Setting) -> TrainingPass:
     """A step that is all dense.
 
     The backward pass goes through the layers from the last to the first. Each takes twice its forward pass: once for
@@ -44,10 +44,10 @@ def one_pass(model: Model, setting: Setting) -> Pass:
         now += 2 * setting.compute_s(layer.flops * setting.batch)
         ready[layer.name] = now
     made = tuple(Bucket(ready[names[-1]], names) for names in buckets(model.layers))
-    return Pass(made, rows, now, spare_cores=False)
+    return TrainingPass(made, rows, now, spare_cores=False)
 
 
-def without_overlap(p: Pass) -> Pass:
+def without_overlap(p: TrainingPass) -> TrainingPass:
     """The same, with every bucket held back until the backward pass has ended."""
     return dataclasses.replace(p, buckets=tuple(dataclasses.replace(b, ready=p.end) for b in p.buckets))
 
@@ -98,7 +98,7 @@ class Outcome:
     scheme: str
     step_s: float
     alone_s: float
-    ways: Mapping[str, Way]
+    ways: Mapping[str, Candidate]
 
     @property
     def speedup(self) -> float:
@@ -137,7 +137,7 @@ def outcomes(model: Model, setting: Setting, ranks: int) -> list[Outcome]:
     owned = {name: _adam(x, setting, link) for name, x in layers.items() if x.linear}
     blocks = {name: _owners(x, setting, link) for name, x in layers.items() if x.linear}
     chosen = choose(p, dense, {name: [rows[name], blocks[name]] for name in rows})
-    found: dict[str, tuple[Pass, Mapping[str, Way]]] = {
+    found: dict[str, tuple[TrainingPass, Mapping[str, Candidate]]] = {
         "dense": (p, dense),
         "no overlap": (without_overlap(p), dense),
         "factors": (p, {**dense, **rows}),
@@ -158,21 +158,21 @@ def _weight_gradient_s(layer: Layer, setting: Setting) -> float:
     return setting.compute_s(layer.flops * setting.batch)
 
 
-def _factors(layer: Layer, setting: Setting, link: Link) -> Way:
+def _factors(layer: Layer, setting: Setting, link: Link) -> Candidate:
     local = _weight_gradient_s(layer, setting)
     n, m, rows = layer.outputs, layer.inputs, layer.rows * setting.batch
     return route_cost.factors(n, m, rows, link, local_s=local, rebuild_s=link.world * local, itemsize=BYTES)
 
 
-def _owners(layer: Layer, setting: Setting, link: Link) -> Way:
+def _owners(layer: Layer, setting: Setting, link: Link) -> Candidate:
     local, rows = _weight_gradient_s(layer, setting), layer.rows * setting.batch
     return route_cost.owners(layer.outputs, layer.inputs, rows, link, local_s=local, itemsize=BYTES)
 
 
-def _adam(layer: Layer, setting: Setting, link: Link) -> Way:
+def _adam(layer: Layer, setting: Setting, link: Link) -> Candidate:
     """At the owner: all others' rows come in, and only then can the matrix go out, so both directions add up."""
-    shape = volume.Shape(layer.inputs, layer.outputs, layer.rows * setting.batch, link.world, link.world)
+    shape = volume.FactorableShape(layer.inputs, layer.outputs, layer.rows * setting.batch, link.world, link.world)
     seconds = 2 * setting.latency_s + link.all_gather.beta * BYTES * volume.adam_colocated(shape)
     local = _weight_gradient_s(layer, setting)
     sent = float(BYTES * (link.world - 1) * shape.matrix)
-    return Way("adam", sent, seconds, 0.0, after_s=link.world * local, saved_s=local, early=True)
+    return Candidate("adam", sent, seconds, 0.0, after_s=link.world * local, saved_s=local, early=True)

@@ -21,7 +21,7 @@ from commlib.exchange.rate_limit import RateLimit
 from commlib.exchange.throttled_group import Throttle
 from commlib.groups.coordinator import Coordinator
 from commlib.groups.world import World
-from commlib.planning.manager.link_probe import Probe
+from commlib.planning.manager.link_probe import LinkProbe
 from commlib.planning.manager.manager import Manager
 from commlib.server.worker.push_pull import Servers, join_servers
 from commlib.telemetry.stats import Meter
@@ -119,7 +119,7 @@ class Resources:
             self.factors = factors
             if setup.chosen_later:
                 board = Coordinator(self._group, key, self._world, self._timeout)
-                probe = Probe(
+                probe = LinkProbe(
                     self._rows,
                     self._world,
                     self._device,

@@ -15,9 +15,9 @@ import torch
 from commlib.messaging.link_model import Link
 from commlib.placement.communication import EXACT, HEADER, RowCoder
 from commlib.planning.cost.choose import WORTH, choose, mbit, ms
-from commlib.planning.cost.overlap import Bucket, Pass
-from commlib.planning.cost.route_cost import Way, dense, factors, owners
-from commlib.planning.cost.volume import Shape, placed_sent
+from commlib.planning.cost.overlap import Bucket, TrainingPass
+from commlib.planning.cost.route_cost import Candidate, dense, factors, owners
+from commlib.planning.cost.volume import FactorableShape, placed_sent
 
 _FIRST, _CAP = 1 << 20, 25 << 20  # bytes of DDP's first bucket, and of the others
 
@@ -67,7 +67,7 @@ class PlacementMeasurements:
     units: Mapping[str, tuple[float, int]]
     end_s: float
 
-    def seen(self) -> Pass:
+    def seen(self) -> TrainingPass:
         """The pass, in buckets as DDP fills them."""
         buckets: list[Bucket] = []
         names: list[str] = []
@@ -81,7 +81,7 @@ class PlacementMeasurements:
         if names:
             buckets.append(Bucket(max(self.units[n][0] for n in names), tuple(names)))
         rows = {name: x.seen_s for name, x in self.layers.items()}
-        return Pass(tuple(buckets), rows, self.end_s, drag=self.link.drag)
+        return TrainingPass(tuple(buckets), rows, self.end_s, drag=self.link.drag)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Considered:
     """
 
     placed: tuple[str, ...]
-    ways: Mapping[str, Sequence[Way]]
+    ways: Mapping[str, Sequence[Candidate]]
     seconds: float
     others_s: float
     link: Link
@@ -125,20 +125,20 @@ class Considered:
         return f"{best.route} costs {ms(best.alone_s)}, but that hides behind the backward pass, or too little is saved"
 
 
-def placed_way(x: PlaceableLinear, link: Link, coder: RowCoder = EXACT) -> Way:
+def placed_way(x: PlaceableLinear, link: Link, coder: RowCoder = EXACT) -> Candidate:
     """A layer that stays put: its collectives' bytes one after another, with a header; what its part takes less.
 
     Of a codec the bytes are in it, and not the time that it takes.
     """
-    shape = Shape(x.m, x.n, x.rows, link.world, link.world)
+    shape = FactorableShape(x.m, x.n, x.rows, link.world, link.world)
     each = x.itemsize if coder.exact else coder.nbytes(max(1, x.rows), x.m, torch.float32) / (max(1, x.rows) * x.m)
     parts = [each * v for v in placed_sent(shape, input_grad=x.input_grad)]
     header = (link.world - 1) * HEADER
     wire = sum(link.all_gather.seconds(b) for b in (header, *parts))
-    return Way("placed", header + sum(parts), wire, 0.0, saved_s=x.whole_s - x.part_s)
+    return Candidate("placed", header + sum(parts), wire, 0.0, saved_s=x.whole_s - x.part_s)
 
 
-def ways_of(x: PlaceableLinear, link: Link, coder: RowCoder = EXACT) -> list[Way]:
+def ways_of(x: PlaceableLinear, link: Link, coder: RowCoder = EXACT) -> list[Candidate]:
     """All of a layer, dense first, placed last; rows only where they are fewer bytes than the gradient."""
     found = [dense(x.n * x.m * x.itemsize, link)]
     ring = found[0].sent
@@ -175,7 +175,7 @@ def decide(f: PlacementMeasurements, worth: float = WORTH, coder: RowCoder = EXA
     return Considered(tuple(n for n in ways if n in put), ways, shortest, times[0], f.link)
 
 
-def _without(p: Pass, put: Collection[str]) -> Pass:
+def _without(p: TrainingPass, put: Collection[str]) -> TrainingPass:
     """The pass of a model without these layers' gradients."""
     kept = [Bucket(b.ready, tuple(n for n in b.layers if n not in put)) for b in p.buckets]
     return dataclasses.replace(p, buckets=tuple(b for b in kept if b.layers))

@@ -15,7 +15,7 @@ from torch.nn import functional
 from commlib.groups.world import World
 from commlib.messaging.link_model import AlphaBeta, Link
 from commlib.placement.choose import PlaceableLinear, PlacementMeasurements
-from commlib.planning.manager.link_probe import Probe, measure_product
+from commlib.planning.manager.link_probe import LinkProbe, measure_product
 from commlib.runtime.layers import trained_parameters
 
 
@@ -36,7 +36,7 @@ def measure(
     """
     inputs = example if isinstance(example, tuple) else (example,)
     device = next(iter(layers.values())).weight.device if layers else torch.device("cpu")
-    link = Probe(group, world, device).link()
+    link = LinkProbe(group, world, device).link()
     with _untouched(model):
         _Watch(model, layers).step(inputs)  # memory is new to the first
         watch = _Watch(model, layers)

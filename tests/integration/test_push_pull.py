@@ -22,7 +22,7 @@ import commlib
 from commlib.groups.world import World
 from commlib.planning.manager import manager
 from commlib.planning.manager.decision import Decision
-from commlib.planning.manager.measurements import Figures
+from commlib.planning.manager.measurements import Measurements
 from commlib.server.membership import rendezvous
 from tests.support.rank_pool import Fleet
 from tests.support.server_cluster import Cluster
@@ -178,12 +178,12 @@ class Script:
 
     def __init__(self, model: Any) -> None:
         self.units, self.on = list(model.units), False
-        self.seen: list[Figures] = []
+        self.seen: list[Measurements] = []
 
     def first(self) -> Decision:
         return Decision(steps=2)
 
-    def review(self, f: Figures) -> Decision:
+    def review(self, f: Measurements) -> Decision:
         self.on = not self.on
         if f.link is not None:
             assert f.link.push_pull is not None

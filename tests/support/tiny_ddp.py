@@ -22,7 +22,7 @@ from commlib.groups.handshake import store_of
 from commlib.groups.world import World
 from commlib.planning.manager import manager
 from commlib.planning.manager.decision import Decision
-from commlib.planning.manager.measurements import Figures
+from commlib.planning.manager.measurements import Measurements
 
 ANY_EXCHANGE = (
     *("none", "fp16", "bf16", "onebit", "onebit:axis=tensor", "sign", "int8", "int4", "qsgd", "ternary", "natural"),
@@ -296,12 +296,12 @@ class Head:
 
     def __init__(self, model: Any, dense: int) -> None:
         self.layers = [u.name for u in model.units.values() if u.shape is not None][::-1]
-        self.dense, self.seen = dense, list[Figures]()
+        self.dense, self.seen = dense, list[Measurements]()
 
     def first(self) -> Decision:
         return Decision(steps=self.dense, probe=False, skip=0)
 
-    def review(self, f: Figures) -> Decision:
+    def review(self, f: Measurements) -> Decision:
         self.seen.append(f)
         routes = dict.fromkeys(self.layers, "factors")
         return Decision(routes, dict.fromkeys(routes, 8), steps=1000, probe=False, phase="steady")

@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from commlib.messaging.link_model import Link
-from commlib.planning.cost.overlap import Pass, finish
-from commlib.planning.cost.route_cost import Way
+from commlib.planning.cost.overlap import TrainingPass, finish
+from commlib.planning.cost.route_cost import Candidate
 
 
 def ms(seconds: float) -> str:
@@ -36,7 +36,7 @@ WORTH = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class RouteChoice:
     """A way for every layer.
 
     Args:
@@ -47,22 +47,22 @@ class Choice:
         seconds: predicted seconds of a step.
     """
 
-    ways: Mapping[str, Way]
-    dense: Mapping[str, Way]
+    ways: Mapping[str, Candidate]
+    dense: Mapping[str, Candidate]
     reasons: Mapping[str, str]
     dense_s: float
     seconds: float
 
 
 def choose(
-    p: Pass,
-    dense: Mapping[str, Way],
-    others: Mapping[str, Sequence[Way]],
+    p: TrainingPass,
+    dense: Mapping[str, Candidate],
+    others: Mapping[str, Sequence[Candidate]],
     margin: float = MARGIN,
     worth: float | None = None,
     *,
     frugal: bool = False,
-) -> Choice:
+) -> RouteChoice:
     """Ways that come within ``margin`` of the shortest step found; all dense, if that comes within ``worth``.
 
     Of those the one that costs link and cores least, by what layers cost by themselves; or, if ``frugal``, one with
@@ -110,16 +110,16 @@ def choose(
             changed = more if name not in changed and seconds(more) <= limit else changed
     ways = {**dense, **{name: best[name] for name in changed}}
     reasons = {n: _why(dense[n], best.get(n), n in changed) for n in dense}
-    return Choice(ways, dense, reasons, times[0], seconds(changed))
+    return RouteChoice(ways, dense, reasons, times[0], seconds(changed))
 
 
 def compress_too(
-    p: Pass,
-    exact: Choice,
-    others: Mapping[str, Sequence[Way]],
+    p: TrainingPass,
+    exact: RouteChoice,
+    others: Mapping[str, Sequence[Candidate]],
     margin: float = MARGIN,
     worth: float | None = None,
-) -> Choice:
+) -> RouteChoice:
     """An exact choice with as few layers compressed as come within ``margin`` of the shortest step there is then.
 
     Args:
@@ -137,7 +137,7 @@ def compress_too(
     return dataclasses.replace(found, dense=exact.dense, reasons=reasons, dense_s=exact.dense_s)
 
 
-def _why(dense: Way, best: Way | None, changed: bool) -> str:
+def _why(dense: Candidate, best: Candidate | None, changed: bool) -> str:
     if best is None:
         return "has no other way"
     costs = f"{best.route} would cost {ms(best.alone_s)}, {dense.route} costs {ms(dense.alone_s)}"

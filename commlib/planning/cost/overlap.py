@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from commlib.planning.cost.route_cost import Way
+from commlib.planning.cost.route_cost import Candidate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Bucket:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pass:
+class TrainingPass:
     """A forward and backward pass, as it would be with every layer dense and the link not in use.
 
     Args:
@@ -53,7 +53,7 @@ class Pass:
     drag: float = 1.0
 
 
-def finish(p: Pass, ways: Mapping[str, Way]) -> float:
+def finish(p: TrainingPass, ways: Mapping[str, Candidate]) -> float:
     """Seconds from the step's begin until all has been exchanged.
 
     Args:
@@ -78,12 +78,12 @@ def finish(p: Pass, ways: Mapping[str, Way]) -> float:
     return max(lane, walk.now + (0.0 if p.spare_cores else sum(after)))
 
 
-def exposed(p: Pass, ways: Mapping[str, Way]) -> float:
+def exposed(p: TrainingPass, ways: Mapping[str, Candidate]) -> float:
     """Seconds that the exchange adds to the backward pass as it was."""
     return finish(p, ways) - p.end
 
 
-def undisturbed(seen: Pass, ways: Mapping[str, Way], drag: float) -> Pass:
+def undisturbed(seen: TrainingPass, ways: Mapping[str, Candidate], drag: float) -> TrainingPass:
     """The pass that a step's times come from: the reverse of what :func:`finish` makes of it.
 
     What a way has saved is put back, and what it has compressed between two buckets is taken out. (What was computed
@@ -106,7 +106,7 @@ def undisturbed(seen: Pass, ways: Mapping[str, Way], drag: float) -> Pass:
         walk.send(e.link_s)
         walk.shift -= e.saved_s
     buckets = tuple(dataclasses.replace(b, ready=t) for b, t in zip(seen.buckets, ready, strict=True))
-    return Pass(buckets, rows, walk.came_to(seen.end), seen.spare_cores, drag)
+    return TrainingPass(buckets, rows, walk.came_to(seen.end), seen.spare_cores, drag)
 
 
 class _Event(NamedTuple):
@@ -129,7 +129,7 @@ class _Event(NamedTuple):
     saved_s: float = 0.0
 
 
-def _events(p: Pass, ways: Mapping[str, Way], rows: Collection[str] = ()) -> list[_Event]:
+def _events(p: TrainingPass, ways: Mapping[str, Candidate], rows: Collection[str] = ()) -> list[_Event]:
     """In their order; of ``rows`` even if nothing leaves or is saved then."""
     found = []
     for i, bucket in enumerate(p.buckets):
@@ -144,9 +144,9 @@ def _events(p: Pass, ways: Mapping[str, Way], rows: Collection[str] = ()) -> lis
     return sorted(found, key=lambda e: (e.at, e.rows is None))  # of one time, rows before buckets
 
 
-def _as_seen(name: str, way: Way | None, seen: Pass) -> Way:
+def _as_seen(name: str, way: Candidate | None, seen: TrainingPass) -> Candidate:
     if way is None:
-        return Way("dense", 0.0, 0.0, 0.0)
+        return Candidate("dense", 0.0, 0.0, 0.0)
     return way if name in seen.rows else dataclasses.replace(way, early=False, saved_s=0.0)
 
 

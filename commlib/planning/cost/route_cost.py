@@ -13,7 +13,7 @@ from commlib.messaging.link_model import Link
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class Candidate:
     """One layer by one route.
 
     Args:
@@ -44,10 +44,10 @@ class Way:
         return self.link_s + self.before_s + self.after_s - self.saved_s
 
 
-def dense(nbytes: int, link: Link) -> Way:
+def dense(nbytes: int, link: Link) -> Candidate:
     """An all-reduce of the gradient; ``nbytes`` of it."""
     sent = 2 * (link.world - 1) / link.world * nbytes
-    return Way("dense", sent, link.all_reduce.beta * sent, link.all_reduce.alpha)
+    return Candidate("dense", sent, link.all_reduce.beta * sent, link.all_reduce.alpha)
 
 
 def factors(
@@ -62,7 +62,7 @@ def factors(
     route: str = "factors",
     payload: int | None = None,
     before_s: float = 0.0,
-) -> Way:
+) -> Candidate:
     """Rows of a linear layer to all ranks, and one product there (Xie et al., UAI 2016).
 
     Args:
@@ -80,7 +80,7 @@ def factors(
     sent = (link.world - 1) * (HEADER + (rows * (n + m) * itemsize if payload is None else payload))
     flags = link.all_reduce.alpha  # whether the rows are all there is: a word, once for a bucket
     wire = link.all_gather.seconds(sent)
-    return Way(route, sent, wire, flags, before_s, after_s=rebuild_s, saved_s=local_s, early=True)
+    return Candidate(route, sent, wire, flags, before_s, after_s=rebuild_s, saved_s=local_s, early=True)
 
 
 def owners_sent(n: int, m: int, rows: int, world: int, itemsize: int = 4) -> tuple[int, int]:
@@ -90,7 +90,7 @@ def owners_sent(n: int, m: int, rows: int, world: int, itemsize: int = 4) -> tup
     return (world - 1) * (HEADER + values * itemsize), (world - 1) * shares.largest * itemsize
 
 
-def owners(n: int, m: int, rows: int, link: Link, *, local_s: float, itemsize: int = 4) -> Way:
+def owners(n: int, m: int, rows: int, link: Link, *, local_s: float, itemsize: int = 4) -> Candidate:
     """Rows of a linear layer to whom its blocks belong, and the blocks to all (Adam, OSDI 2014; arXiv 1512.06216).
 
     What goes directly is priced as what goes around a ring. A rank's block of all ranks' product is as many FLOPs as
@@ -109,10 +109,12 @@ def owners(n: int, m: int, rows: int, link: Link, *, local_s: float, itemsize: i
     late_s = link.all_gather.beta * late
     shared = link.all_reduce.alpha + link.all_gather.alpha  # the word that factors have; blocks, once for a bucket
     seconds = link.all_gather.seconds(early) + late_s
-    return Way("owners", early + late, seconds, shared, after_s=local_s, saved_s=local_s, early=True, late_s=late_s)
+    return Candidate(
+        "owners", early + late, seconds, shared, after_s=local_s, saved_s=local_s, early=True, late_s=late_s
+    )
 
 
-def push_pull(sent: int, link: Link, *, plain: int = 0) -> Way:
+def push_pull(sent: int, link: Link, *, plain: int = 0) -> Candidate:
     """Gradients to servers, and their mean back.
 
     Args:
@@ -127,7 +129,7 @@ def push_pull(sent: int, link: Link, *, plain: int = 0) -> Way:
         raise ValueError("the way to the servers was not measured")
     beside = dense(plain, link)
     shared = link.push_pull.alpha + (beside.shared_s if plain else 0.0)
-    return Way("push_pull", sent + beside.sent, link.push_pull.beta * sent + beside.link_s, shared)
+    return Candidate("push_pull", sent + beside.sent, link.push_pull.beta * sent + beside.link_s, shared)
 
 
 def compressed(
@@ -140,7 +142,7 @@ def compressed(
     before_s: float,
     after_s: float,
     plain: int = 0,
-) -> Way:
+) -> Candidate:
     """A payload by so many all-gathers (or all-to-alls) and all-reduces, which its bucket shares.
 
     Args:
@@ -156,4 +158,4 @@ def compressed(
     shared = gathers * link.all_gather.alpha + reduces * link.all_reduce.alpha
     beta = link.all_gather.beta if gathers else link.all_reduce.beta
     beside = dense(plain, link)
-    return Way(route, sent + beside.sent, beta * sent + beside.link_s, shared, before_s=before_s, after_s=after_s)
+    return Candidate(route, sent + beside.sent, beta * sent + beside.link_s, shared, before_s=before_s, after_s=after_s)

@@ -32,7 +32,7 @@ Scheme = Literal["factors", "hybrid", "matrix"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class FactorableShape:
     """A factorable layer on a cluster.
 
     Args:
@@ -70,17 +70,17 @@ class Shape:
         return self.rows * (self.m + self.n)
 
 
-def ps_worker(s: Shape) -> int:
+def ps_worker(s: FactorableShape) -> int:
     """Values of a worker that talks to servers elsewhere: 2MN."""
     return 2 * s.matrix
 
 
-def ps_server(s: Shape) -> float:
+def ps_server(s: FactorableShape) -> float:
     """Values of such a server: 2·P1·MN/P2."""
     return 2 * s.workers * s.matrix / s.servers
 
 
-def ps_colocated(s: Shape) -> float:
+def ps_colocated(s: FactorableShape) -> float:
     """Values of a machine that is worker and server: 2MN(P1 + P2 − 2)/P2. With P1 = P2: a ring all-reduce."""
     return 2 * s.matrix * (s.workers + s.servers - 2) / s.servers
 
@@ -105,32 +105,32 @@ def push_pull_gain(workers: int, shards: int) -> float:
     return ring / max(push_pull_worker(1.0), push_pull_shard(1.0, workers, shards))
 
 
-def factors(s: Shape) -> int:
+def factors(s: FactorableShape) -> int:
     """Values of a worker that sends its factors to all others: 2K(P1 − 1)(M + N)."""
     return 2 * (s.workers - 1) * s.factors
 
 
-def adam_worker(s: Shape) -> int:
+def adam_worker(s: FactorableShape) -> int:
     """Values of a worker that sends factors and gets the matrix: K(M + N) + MN."""
     return s.factors + s.matrix
 
 
-def adam_server(s: Shape) -> int:
+def adam_server(s: FactorableShape) -> int:
     """Values of the server that owns the layer: P1·MN + P1·K(M + N)."""
     return s.workers * (s.matrix + s.factors)
 
 
-def adam_colocated(s: Shape) -> int:
+def adam_colocated(s: FactorableShape) -> int:
     """Values of the machine that owns the layer and works too: (P1 − 1)(MN + KM + KN)."""
     return (s.workers - 1) * (s.matrix + s.factors)
 
 
-def blocks_worker(s: Shape) -> int:
+def blocks_worker(s: FactorableShape) -> int:
     """Values a worker sends and gets with the layer in P2 blocks of rows: K(M + P2·N) + MN."""
     return s.rows * (s.m + s.servers * s.n) + s.matrix
 
 
-def blocks_colocated(s: Shape) -> float:
+def blocks_colocated(s: FactorableShape) -> float:
     """Values of a machine that works and owns one of P blocks of the larger dimension, P1 = P2 = P.
 
     2(P − 1)·(K(min + max/P) + MN/P), min and max of M and N: rows to every other machine, and its block.
@@ -149,16 +149,16 @@ def crossover_rows(m: int, n: int, workers: int, servers: int) -> float:
 
     With P1 = P2 = P that is 2MN/(P(M + N)).
     """
-    one = Shape(m, n, 1, workers, servers)
+    one = FactorableShape(m, n, 1, workers, servers)
     return ps_colocated(one) / factors(one) if workers > 1 else math.inf
 
 
-def best_scheme(s: Shape) -> Literal["factors", "matrix"]:
+def best_scheme(s: FactorableShape) -> Literal["factors", "matrix"]:
     """Poseidon's BestScheme (ATC 2017, algorithm 1) by bytes alone; a tie goes to the factors."""
     return "factors" if factors(s) <= ps_colocated(s) else "matrix"
 
 
-def sacp_scheme(s: Shape) -> Scheme:
+def sacp_scheme(s: FactorableShape) -> Scheme:
     """The choice of three that minimises the values moved in the whole system (after SACP, arXiv 1512.06216).
 
     Totals: matrix 2P·MN, factors P(P − 1)·K(M + N), hybrid (factors to a server, matrix back) P·K(M + N) + P·MN.
@@ -296,7 +296,7 @@ def ralp_cut(
 # -- ours -----------------------------------------------------------------------------------------
 
 
-def placed_sent(s: Shape, *, input_grad: bool = True) -> tuple[float, ...]:
+def placed_sent(s: FactorableShape, *, input_grad: bool = True) -> tuple[float, ...]:
     """Values that a rank sends in each collective of a placed layer's step; as many come. ``s.servers`` is not used.
 
     Forward: inputs to all, (P − 1)·K·M, and its outputs of each rank's rows, (P − 1)/P·K·N. Backward: the same of
@@ -307,7 +307,7 @@ def placed_sent(s: Shape, *, input_grad: bool = True) -> tuple[float, ...]:
     return (inputs, outputs, outputs, inputs) if input_grad else (inputs, outputs, outputs)
 
 
-def placed(s: Shape, *, input_grad: bool = True) -> float:
+def placed(s: FactorableShape, *, input_grad: bool = True) -> float:
     """Values a machine sends and gets in a step: 4(P − 1)·K(M + N/P), or 2(P − 1)·K(M + 2N/P) for a first layer.
 
     In the terms of :mod:`commlib.planning.cost.volume`: against 4MN(P − 1)/P of a ring, and 2(P − 1)·K(M + N) of

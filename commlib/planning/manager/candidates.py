@@ -11,18 +11,18 @@ from collections.abc import Collection, Mapping, Sequence
 from commlib.codecs.base import Compressor
 from commlib.exchange.factors import payload
 from commlib.messaging.link_model import Link
-from commlib.planning.cost.choose import WORTH, Choice, choose, compress_too
-from commlib.planning.cost.overlap import Bucket, Pass, finish
-from commlib.planning.cost.route_cost import Way, compressed, dense, factors, owners, owners_sent, push_pull
-from commlib.planning.manager.codec_cost import Cost
-from commlib.planning.manager.measurements import Figures
+from commlib.planning.cost.choose import WORTH, RouteChoice, choose, compress_too
+from commlib.planning.cost.overlap import Bucket, TrainingPass, finish
+from commlib.planning.cost.route_cost import Candidate, compressed, dense, factors, owners, owners_sent, push_pull
+from commlib.planning.manager.codec_cost import CodecCost
+from commlib.planning.manager.measurements import Measurements
 from commlib.planning.plan import Plan
 from commlib.planning.route import Route
 from commlib.runtime.layers import LayerSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class Unit:
+class DecisionUnit:
     """One thing to decide about.
 
     Attributes:
@@ -39,7 +39,7 @@ class Unit:
 
 
 @dataclasses.dataclass(frozen=True)
-class Payload:
+class CompressedUnit:
     """A unit by a compressed route.
 
     Attributes:
@@ -55,15 +55,15 @@ class Payload:
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """What the ways of rows are priced by: as the arguments of :meth:`Model.choose`."""
+    """What the ways of rows are priced by: as the arguments of :meth:`CandidateModel.choose`."""
 
-    p: Pass
-    f: Figures
+    p: TrainingPass
+    f: Measurements
     link: Link
     products: Mapping[str, tuple[float, float]]
 
 
-class Model:
+class CandidateModel:
     """The units of a model.
 
     Args:
@@ -86,23 +86,23 @@ class Model:
         for s in specs:
             nbytes[self.unit_of[s.name]] += s.nbytes
         weights = {s.layer: s for s in specs if s.layer in layers and s.kind == "linear.weight"}
-        self.units: dict[str, Unit] = {}
+        self.units: dict[str, DecisionUnit] = {}
         for s in specs:
             name = self.unit_of[s.name]
             weight = weights.get(s.layer) if s.layer in layers else None
             shape = None if weight is None else weight.matrix
-            self.units.setdefault(name, Unit(name, nbytes[name], shape, s.dtype.itemsize))
+            self.units.setdefault(name, DecisionUnit(name, nbytes[name], shape, s.dtype.itemsize))
         found = {route: _route(route, plan) for route, plan in (compressed or {}).items()}
         self._row_codecs = {name: r.codec for name, r in found.items() if r.exchange == "factors"}
         self._served = {} if served is None else self._by_unit("none@push_pull", served)
         self._payloads = {n: self._by_unit(n, p) for n, p in (compressed or {}).items() if n not in self._row_codecs}
 
-    def _by_unit(self, route: str, plan: Plan) -> dict[str, Payload]:
+    def _by_unit(self, route: str, plan: Plan) -> dict[str, CompressedUnit]:
         """The units of which anything goes by it."""
-        found: dict[str, Payload] = {}
+        found: dict[str, CompressedUnit] = {}
         for p in (p for p in plan if not p.spec.sparse):
             name, spec = self.unit_of[p.spec.name], p.spec
-            x = found.get(name, Payload(0.0, 0, 0))
+            x = found.get(name, CompressedUnit(0.0, 0, 0))
             if str(p.route) == route:
                 sent = p.route.carrier().wire_bytes(p.route.codec, spec, plan.world)
                 x = dataclasses.replace(x, sent=x.sent + sent, values=x.values + spec.numel)
@@ -111,12 +111,12 @@ class Model:
             found[name] = x
         return {name: x for name, x in found.items() if x.values}
 
-    def seen(self, f: Figures) -> Pass:
+    def seen(self, f: Measurements) -> TrainingPass:
         """The pass as it was in these steps; by units, each with its first parameter's bucket."""
         buckets = [Bucket(ready, units) for ready, units in zip(f.ready, self._buckets(f), strict=True)]
-        return Pass(tuple(buckets), f.seen, f.end)
+        return TrainingPass(tuple(buckets), f.seen, f.end)
 
-    def _buckets(self, f: Figures) -> list[tuple[str, ...]]:
+    def _buckets(self, f: Measurements) -> list[tuple[str, ...]]:
         """Units of each bucket, each in the one of its first parameter."""
         met: set[str] = set()
         owned = []
@@ -126,7 +126,7 @@ class Model:
             owned.append(tuple(units))
         return owned
 
-    def calibrate(self, p: Pass, span: float, link: Link) -> tuple[float, float]:
+    def calibrate(self, p: TrainingPass, span: float, link: Link) -> tuple[float, float]:
         """What turns a probe's figures into those of training steps.
 
         A probe is short, and nothing is computed beside it. So the link is taken to be slower (or faster) by the
@@ -155,14 +155,14 @@ class Model:
 
     def choose(
         self,
-        p: Pass,
-        f: Figures,
+        p: TrainingPass,
+        f: Measurements,
         link: Link,
         products: Mapping[str, tuple[float, float]],
-        codecs: Mapping[str, Cost],
+        codecs: Mapping[str, CodecCost],
         barred: Mapping[str, str],
         missing_s: float,
-    ) -> Choice:
+    ) -> RouteChoice:
         """The routes for a link: exact ones first; then codecs where the step is shorter still.
 
         Args:
@@ -189,9 +189,9 @@ class Model:
             chosen = compress_too(p, chosen, {n: ways for n, ways in smaller.items() if ways}, worth=WORTH)
         return dataclasses.replace(chosen, dense_s=chosen.dense_s + missing_s, seconds=chosen.seconds + missing_s)
 
-    def _smaller(self, name: str, known: _Known, codecs: Mapping[str, Cost]) -> list[Way]:
+    def _smaller(self, name: str, known: _Known, codecs: Mapping[str, CodecCost]) -> list[Candidate]:
         """A unit's compressed ways."""
-        ways: list[Way | str] = []
+        ways: list[Candidate | str] = []
         for route, cost in codecs.items():
             if route in self._row_codecs:
                 ways.append(self._factors(name, known, route, cost))
@@ -215,23 +215,23 @@ class Model:
                     found[name] = (*unit.shape, count)
         return found
 
-    def dense(self, p: Pass, link: Link) -> dict[str, Way]:
+    def dense(self, p: TrainingPass, link: Link) -> dict[str, Candidate]:
         """Every unit's dense way."""
         return {u: dense(self.units[u].nbytes, link) for b in p.buckets for u in b.layers}
 
-    def _exact(self, name: str, known: _Known) -> list[Way] | str:
+    def _exact(self, name: str, known: _Known) -> list[Candidate] | str:
         """A unit's exact ways besides dense, or why there is none."""
         found = [self._factors(name, known), self._owners(name, known), self._push_pull(name, known)]
         return [way for way in found if not isinstance(way, str)] or str(found[0])
 
-    def _push_pull(self, name: str, known: _Known) -> Way | str:
+    def _push_pull(self, name: str, known: _Known) -> Candidate | str:
         """It to the servers and back; what is too small of it stays dense."""
         x = self._served.get(name)
         if x is None or known.link.push_pull is None:
             return "no servers, or too small for them"
         return push_pull(int(x.sent), known.link, plain=x.plain)
 
-    def _owners(self, name: str, known: _Known) -> Way | str:
+    def _owners(self, name: str, known: _Known) -> Candidate | str:
         """Its rows to owners; what it costs to compute follows from the product of its own rows, on any machine."""
         unit, rows, link = self.units[name], known.f.rows.get(name), known.link
         if unit.shape is None or rows is None or name not in known.p.rows or name not in known.products:
@@ -240,7 +240,9 @@ class Model:
             return f"{rows} rows a rank and a block are more bytes than the gradient"
         return owners(*unit.shape, rows, link, local_s=known.products[name][0], itemsize=unit.itemsize)
 
-    def _factors(self, name: str, known: _Known, route: str = "factors", cost: Cost | None = None) -> Way | str:
+    def _factors(
+        self, name: str, known: _Known, route: str = "factors", cost: CodecCost | None = None
+    ) -> Candidate | str:
         """The way of a unit's rows, or why there is none."""
         unit, codec = self.units[name], self._row_codecs.get(route)
         if unit.shape is None:
@@ -274,7 +276,7 @@ def _route(name: str, plan: Plan) -> Route:
     return next(p.route for p in plan if str(p.route) == name)
 
 
-def _rows_nbytes(unit: Unit, rows: int, codec: Compressor | None) -> int:
+def _rows_nbytes(unit: DecisionUnit, rows: int, codec: Compressor | None) -> int:
     """Bytes of a rank's rows."""
     n, m = unit.shape or (0, 0)
     return (
@@ -284,18 +286,18 @@ def _rows_nbytes(unit: Unit, rows: int, codec: Compressor | None) -> int:
     )
 
 
-def _owners_nbytes(unit: Unit, rows: int, world: int) -> int:
+def _owners_nbytes(unit: DecisionUnit, rows: int, world: int) -> int:
     """Bytes a rank sends by owners."""
     return sum(owners_sent(*(unit.shape or (0, 0)), rows, world, unit.itemsize))
 
 
-def routes(choice: Choice, seen: Mapping[str, float]) -> dict[str, str]:
+def routes(choice: RouteChoice, seen: Mapping[str, float]) -> dict[str, str]:
     """Unit → route of those that are not dense, in the order in which the backward pass comes to them."""
     changed = [u for u, way in choice.ways.items() if way.route != "dense"]
     return {u: choice.ways[u].route for u in sorted(changed, key=lambda u: (seen.get(u, 0.0), u))}
 
 
-def by_gain(choice: Choice) -> list[str]:
+def by_gain(choice: RouteChoice) -> list[str]:
     """Units that are not dense, those first whose change saves most by itself."""
     changed = [u for u, way in choice.ways.items() if way.route != "dense"]
     return sorted(changed, key=lambda u: choice.ways[u].alone_s - choice.dense[u].alone_s)

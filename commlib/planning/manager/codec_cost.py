@@ -23,7 +23,7 @@ _LONG_S = 0.5  # of all repetitions: no more are made then
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
+class CodecCost:
     """Of one layer by one route.
 
     Attributes:
@@ -39,12 +39,14 @@ class Cost:
     reduces: int
 
     @classmethod
-    def from_wire(cls, x: Mapping[str, Any]) -> Cost:
+    def from_wire(cls, x: Mapping[str, Any]) -> CodecCost:
         """Of ``dataclasses.asdict``."""
         return cls(**{**x, "before": AlphaBeta(**x["before"]), "after": AlphaBeta(**x["after"])})
 
 
-def measure(route: Route, world: World, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> Cost:
+def measure(
+    route: Route, world: World, device: torch.device, clock: Callable[[], float] = time.perf_counter
+) -> CodecCost:
     """Time a route's codec for matrices of normal numbers, as if all ranks had sent what this one sends.
 
     Args:
@@ -57,16 +59,16 @@ def measure(route: Route, world: World, device: torch.device, clock: Callable[[]
     (small, _, _), (large, gathers, reduces) = found
     sizes = [rows * columns for rows, columns in _SHAPES]
     before, after = (_through((sizes[0], small[i]), (sizes[1], large[i])) for i in (0, 1))
-    return Cost(before, after, gathers, reduces)
+    return CodecCost(before, after, gathers, reduces)
 
 
-def slowest(costs: list[Cost]) -> Cost:
+def slowest(costs: list[CodecCost]) -> CodecCost:
     """Of several ranks."""
     before, after = (
         AlphaBeta(max(line.alpha for line in lines), max(line.beta for line in lines))
         for lines in ([c.before for c in costs], [c.after for c in costs])
     )
-    return Cost(before, after, costs[0].gathers, costs[0].reduces)
+    return CodecCost(before, after, costs[0].gathers, costs[0].reduces)
 
 
 def _at(

@@ -20,11 +20,11 @@ import math
 import statistics
 
 from commlib.messaging.link_model import Link
-from commlib.planning.cost.choose import Choice, mbit, ms, some
-from commlib.planning.manager.candidates import Model, by_gain, routes
+from commlib.planning.cost.choose import RouteChoice, mbit, ms, some
+from commlib.planning.manager.candidates import CandidateModel, by_gain, routes
 from commlib.planning.manager.decision import Decision
-from commlib.planning.manager.measurements import Figures
-from commlib.planning.manager.predictor import Knowledge
+from commlib.planning.manager.measurements import Measurements
+from commlib.planning.manager.predictor import Predictor
 
 _FIRST = 0.6  # of the dense step's time: faster than that is believed at once, though a job's first steps are slow
 _CLEAR = 0.9  # the same where dense steps were made between two trials: faster than that needs no further round
@@ -45,21 +45,21 @@ def _samples(span: float, seconds: float, least: int, most: int) -> int:
     return max(least, min(most, int(seconds / span))) if span > 0 else most
 
 
-class Pilot:
+class Controller:
     """The states above.
 
     Args:
         model: prices what it may choose.
     """
 
-    def __init__(self, model: Model) -> None:
-        self._known = Knowledge(model)
+    def __init__(self, model: CandidateModel) -> None:
+        self._known = Predictor(model)
         self._refined = 0  # times that a trial has shown a better plan
-        self._choice: Choice | None = None
+        self._choice: RouteChoice | None = None
         self._barred: dict[str, str] = {}
         self._ratios: list[float] = []  # planned / dense, of this trial's rounds
-        self._reference: Figures | None = None  # what steady steps have been like
-        self._doubted: Figures | None = None  # the reference before a probe, until one is believed
+        self._reference: Measurements | None = None  # what steady steps have been like
+        self._doubted: Measurements | None = None  # the reference before a probe, until one is believed
         self._now = Decision()
         self._looked_again = False
         self._suspected = False  # the last review has found steps to be others for sure
@@ -70,7 +70,7 @@ class Pilot:
         """Before any review; the same on every rank."""
         return self._now
 
-    def review(self, f: Figures) -> Decision:
+    def review(self, f: Measurements) -> Decision:
         """The next decision.
 
         Args:
@@ -90,7 +90,7 @@ class Pilot:
 
     # -- one method a state --
 
-    def _watched(self, f: Figures) -> Decision:
+    def _watched(self, f: Measurements) -> Decision:
         self._known.dense_steps(f, watched=True)
         self._refined = 0
         more = _samples(f.span, 2.0, 1, 20)
@@ -99,7 +99,7 @@ class Pilot:
             return Decision(steps=more, skip=0, probe=False)
         return self._plan("", None)  # they may have been the first of all: nothing to hold later ones against
 
-    def _tried(self, f: Figures) -> Decision:
+    def _tried(self, f: Measurements) -> Decision:
         assert self._known.dense is not None
         assert self._choice is not None
         self._ratios.append(f.span / self._known.dense.span)
@@ -116,14 +116,14 @@ class Pilot:
             return self._settle(f"the plan takes {ratio:.2f} of dense's time, in the median of {_ROUNDS} rounds", f)
         return self._retreat(ratio, f)
 
-    def _dense_again(self, f: Figures) -> Decision:
+    def _dense_again(self, f: Measurements) -> Decision:
         assert self._known.dense is not None
         if len(self._ratios) == 1:  # what came before it may have been the first steps of all, which take longer
             self._ratios[0] *= self._known.dense.span / f.span
         self._known.dense_steps(f, watched=False)
         return self._try("")
 
-    def _steady(self, f: Figures) -> Decision:
+    def _steady(self, f: Measurements) -> Decision:
         now = dataclasses.replace(self._now, said="", probe=False, skip=0, steps=_samples(f.span, 2.0, 10, 30))
         if f.link is not None:
             return self._probed(f, f.link)
@@ -145,7 +145,7 @@ class Pilot:
             return dataclasses.replace(now, probe=True, steps=1, said=said)
         return dataclasses.replace(now, steps=_AGAIN) if sure else now
 
-    def _probed(self, f: Figures, link: Link) -> Decision:
+    def _probed(self, f: Measurements, link: Link) -> Decision:
         dense_now, before, dense = not self._now.routes, self._known.link, self._known.dense
         assert before is not None
         was, now = before.all_reduce.beta, link.all_reduce.beta
@@ -180,7 +180,7 @@ class Pilot:
 
     # -- what they decide --
 
-    def _plan(self, said: str, f: Figures | None) -> Decision:
+    def _plan(self, said: str, f: Measurements | None) -> Decision:
         """Choose for what is known, and try it unless it is what is done already.
 
         ``f``: what steps are like now, if that is known.
@@ -199,7 +199,7 @@ class Pilot:
             return self._settle(said, f if changed == dict(self._now.routes) else None)
         return self._try(said)
 
-    def _refine(self, f: Figures) -> Decision | None:
+    def _refine(self, f: Measurements) -> Decision | None:
         """Plan anew with what the trial has shown of the backward pass, which the dense exchange held up.
 
         Returns:
@@ -227,7 +227,7 @@ class Pilot:
         n = _samples(self._choice.seconds, 1.0, 3, 20)  # of three one may be slow
         return dataclasses.replace(self._say(self._choice), phase="trial", steps=n + 1, watch=True, said=said)
 
-    def _retreat(self, ratio: float, f: Figures) -> Decision:
+    def _retreat(self, ratio: float, f: Measurements) -> Decision:
         """It lost: leave the half that promises most, or nothing."""
         assert self._choice is not None
         planned = by_gain(self._choice)
@@ -236,7 +236,7 @@ class Pilot:
         self._barred |= dict.fromkeys(lost, why)
         return self._plan(f"back to dense, for it {why}: {some(lost)}", f)
 
-    def _settle(self, said: str, f: Figures | None) -> Decision:
+    def _settle(self, said: str, f: Measurements | None) -> Decision:
         """Stay with what is chosen; ``f`` is what its steps are like, if any were made."""
         self._reference = f
         steps = 10 if f is None else _samples(f.span, 2.0, 10, 30)
@@ -247,7 +247,7 @@ class Pilot:
     def _stay(self, said: str) -> Decision:
         return dataclasses.replace(self._now, said=said, probe=False, steps=10)
 
-    def _say(self, choice: Choice | None) -> Decision:
+    def _say(self, choice: RouteChoice | None) -> Decision:
         """Routes, reasons and predictions of a choice; None is all dense."""
         if self._choice is None or self._known.dense is None:
             return Decision(probe=False)

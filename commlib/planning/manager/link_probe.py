@@ -31,7 +31,7 @@ _BESIDE_S, _BESIDE_TIMES = 0.06, 3  # seconds of a transfer with products beside
 
 
 @dataclasses.dataclass(frozen=True)
-class Probe:
+class LinkProbe:
     """What a link is measured with.
 
     Args:

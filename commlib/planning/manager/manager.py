@@ -20,12 +20,12 @@ from commlib.errors import CommlibError
 from commlib.exchange.factors.layers import FactorLayers
 from commlib.groups.coordinator import Coordinator
 from commlib.groups.world import World
-from commlib.planning.manager.candidates import Model
-from commlib.planning.manager.codec_cost import Cost, measure
-from commlib.planning.manager.controller import Pilot
+from commlib.planning.manager.candidates import CandidateModel
+from commlib.planning.manager.codec_cost import CodecCost, measure
+from commlib.planning.manager.controller import Controller
 from commlib.planning.manager.decision import Decision
-from commlib.planning.manager.link_probe import Probe, measure_product
-from commlib.planning.manager.measurements import Figures, Sheet, slowest
+from commlib.planning.manager.link_probe import LinkProbe, measure_product
+from commlib.planning.manager.measurements import Measurements, StepMeasurements, slowest
 from commlib.planning.plan import Plan
 from commlib.planning.route import Route, resolve
 from commlib.runtime.layers import LayerSpec
@@ -35,7 +35,7 @@ from commlib.telemetry.trace import NONE, Trace
 log = logging.getLogger("commlib")
 
 
-class Options(Protocol):
+class RouteOptions(Protocol):
     """The routes that a manager chooses among, and for which parameters: the part of ``Setup`` that it uses."""
 
     @property
@@ -70,10 +70,10 @@ class Manager:
 
     def __init__(
         self,
-        options: Options,
+        options: RouteOptions,
         factors: FactorLayers,
         board: Coordinator,
-        probe: Probe,
+        probe: LinkProbe,
         world: World,
         meters: Mapping[str, Meter],
         note: str = "",
@@ -83,11 +83,11 @@ class Manager:
         self._choice, self._policy, self._device = options.choice, options.policy, options.device
         self._routes = {name: resolve(name, world.size) for name in options.choice}
         compressed = {name: plan for name, plan in options.choice.items() if not self._routes[name].codec.lossless}
-        self._model = Model(options.specs, factors.names, compressed, options.choice.get("push_pull"))
+        self._model = CandidateModel(options.specs, factors.names, compressed, options.choice.get("push_pull"))
         self._dtypes = {s.layer: s.dtype for s in options.specs}
-        self._codecs: dict[str, Cost] = {}
-        self._pilot = Pilot(self._model)
-        self._sheet = Sheet()
+        self._codecs: dict[str, CodecCost] = {}
+        self._pilot = Controller(self._model)
+        self._sheet = StepMeasurements()
         self._rows: dict[str, int] = {}
         self._count = 0
         self._before = 0, {name: _seconds(meter) for name, meter in meters.items()}
@@ -189,7 +189,7 @@ class Manager:
 
     # -- a review --
 
-    def _figures(self) -> Figures:
+    def _figures(self) -> Measurements:
         steps = self._sheet.take()[self.decision.skip :]
         for step in steps:
             for name, count in step.rows.items():
@@ -202,7 +202,7 @@ class Manager:
             measured["probe_s"] = time.perf_counter() - began
             measured["codecs"] = self._codecs = self._codecs or self._costs()  # they do not depend on the link
         terms = self._factors.terms()
-        return Figures.of(steps, arithmetic="; ".join(terms.values()), **measured)
+        return Measurements.of(steps, arithmetic="; ".join(terms.values()), **measured)
 
     def _products(self) -> dict[str, tuple[float, float]]:
         found = {}
@@ -213,7 +213,7 @@ class Manager:
             found[name] = (local, rebuilt)
         return found
 
-    def _costs(self) -> dict[str, Cost]:
+    def _costs(self) -> dict[str, CodecCost]:
         found = {}
         for name, route in self._routes.items():
             if not route.codec.lossless:
@@ -228,7 +228,7 @@ class Manager:
     def _decide(self, posts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """On rank 0 only."""
         try:
-            decision = self._pilot.review(slowest([Figures.from_wire(p) for p in posts]))
+            decision = self._pilot.review(slowest([Measurements.from_wire(p) for p in posts]))
         except CommlibError:
             raise
         except Exception:  # the others wait for an answer, and dense is always one

@@ -10,11 +10,11 @@ from typing import Any
 
 from commlib.messaging.link_model import AlphaBeta, Link
 from commlib.planning.manager import codec_cost
-from commlib.planning.manager.codec_cost import Cost
+from commlib.planning.manager.codec_cost import CodecCost
 
 
 @dataclasses.dataclass
-class Step:
+class MeasuredStep:
     """One exchange and the passes before it; times in seconds since the first forward pass began.
 
     Attributes:
@@ -34,7 +34,7 @@ class Step:
     rest: float = 0.0
 
 
-class Sheet:
+class StepMeasurements:
     """Notes down steps.
 
     Args:
@@ -45,8 +45,8 @@ class Sheet:
         self._clock = clock
         self._begun: float | None = None
         self._ended: float | None = None
-        self._step = Step()
-        self.steps: list[Step] = []
+        self._step = MeasuredStep()
+        self.steps: list[MeasuredStep] = []
 
     def begin(self) -> None:
         """A forward pass begins; only the first since an exchange counts."""
@@ -72,13 +72,13 @@ class Sheet:
             self._step.span = self._since()
             self._step.rest = self._begun - self._ended if self._ended is not None else 0.0
             self.steps.append(self._step)
-        self._ended, self._begun, self._step = self._clock(), None, Step()
+        self._ended, self._begun, self._step = self._clock(), None, MeasuredStep()
 
     def resume(self) -> None:
         """What went on since the end of the exchange is nobody's rest: a review."""
         self._ended = self._clock()
 
-    def take(self) -> list[Step]:
+    def take(self) -> list[MeasuredStep]:
         """The steps since the last call."""
         steps, self.steps = self.steps, []
         return steps
@@ -90,7 +90,7 @@ class Sheet:
 
 
 @dataclasses.dataclass(frozen=True)
-class Figures:
+class Measurements:
     """Medians over steps; of several ranks, the slowest's.
 
     Attributes:
@@ -120,13 +120,13 @@ class Figures:
     rows: Mapping[str, int]
     wire: float = 0.0
     products: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
-    codecs: Mapping[str, Cost] = dataclasses.field(default_factory=dict)
+    codecs: Mapping[str, CodecCost] = dataclasses.field(default_factory=dict)
     link: Link | None = None
     probe_s: float = 0.0
     arithmetic: str = ""
 
     @classmethod
-    def of(cls, steps: Sequence[Step], **measured: Any) -> Figures:
+    def of(cls, steps: Sequence[MeasuredStep], **measured: Any) -> Measurements:
         """Of this rank's steps; those whose buckets are not the last one's only count for their rows."""
         if not steps:
             return cls(0, 0.0, 0.0, (), (), 0.0, {}, {}, **measured)
@@ -144,7 +144,7 @@ class Figures:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_wire(cls, x: Mapping[str, Any]) -> Figures:
+    def from_wire(cls, x: Mapping[str, Any]) -> Measurements:
         """Of :meth:`to_wire`, through msgpack."""
         link = x["link"]
         lines = link and Link(
@@ -156,16 +156,16 @@ class Figures:
         )
         tuples = {"ready": tuple(x["ready"]), "buckets": tuple(tuple(b) for b in x["buckets"])}
         products = {name: (local, rebuilt) for name, (local, rebuilt) in x["products"].items()}
-        costs = {route: Cost.from_wire(c) for route, c in x["codecs"].items()}
+        costs = {route: CodecCost.from_wire(c) for route, c in x["codecs"].items()}
         return cls(**{**x, **tuples, "products": products, "codecs": costs, "link": lines})
 
 
-def slowest(ranks: Sequence[Figures]) -> Figures:
+def slowest(ranks: Sequence[Measurements]) -> Measurements:
     """One rank's figures out of all: the most of everything. Ranks without steps do not count."""
     had = [f for f in ranks if f.steps] or list(ranks[:1])
     alike = [f for f in had if f.buckets == had[0].buckets]
     links = [f.link for f in ranks if f.link is not None]
-    return Figures(
+    return Measurements(
         steps=min(f.steps for f in had),
         span=max(f.span for f in had),
         rest=max(f.rest for f in had),

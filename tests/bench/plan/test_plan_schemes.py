@@ -142,7 +142,7 @@ def test_auto_takes_owners_where_a_tall_layer_has_rows_that_are_long_to_multiply
 def test_adam_waits_for_the_owner() -> None:
     layer = fc("fc", 4096, 4096, 1)
     s, p = Setting(gbit=1.0, latency_us=5.0, tflops=100_000.0, batch=32), 8
-    moved = 4 * volume.adam_colocated(volume.Shape(4096, 4096, 32, p, p))
+    moved = 4 * volume.adam_colocated(volume.FactorableShape(4096, 4096, 32, p, p))
     assert moved == 4 * 119_275_520
     found = by_scheme(model(layer), s, p)["adam"]
     assert found.step_s == pytest.approx(moved * 8e-9 + 10e-6, rel=1e-3)

@@ -14,7 +14,7 @@ from commlib.exchange.registry import BY_ROWS
 from commlib.groups.world import World
 from commlib.planning.manager import manager
 from commlib.planning.manager.decision import Decision
-from commlib.planning.manager.measurements import Figures
+from commlib.planning.manager.measurements import Measurements
 from tests.support.rank_pool import Fleet
 from tests.support.tiers import full
 from tests.support.tiny_ddp import Trainer, same_everywhere, through_delays, torchrun
@@ -134,7 +134,7 @@ class Turns:
     def first(self) -> Decision:
         return Decision(steps=2, probe=True)
 
-    def review(self, f: Figures) -> Decision:
+    def review(self, f: Measurements) -> Decision:
         self.on = not self.on
         routes = dict.fromkeys(self.layers, "factors") if self.on else {}
         return Decision(routes, dict.fromkeys(routes, 8), steps=2, skip=0, probe=self.on, phase="trial")

@@ -22,9 +22,9 @@ from commlib.exchange import sequencer
 from commlib.exchange.factors.layers import FactorLayers
 from commlib.groups.world import World
 from commlib.planning.manager import manager
-from commlib.planning.manager.candidates import Model
+from commlib.planning.manager.candidates import CandidateModel
 from commlib.planning.manager.decision import Decision
-from commlib.planning.manager.measurements import Figures
+from commlib.planning.manager.measurements import Measurements
 from tests.support.rank_pool import Fleet
 from tests.support.tiers import full
 from tests.support.tiny_ddp import same_everywhere
@@ -77,14 +77,14 @@ def delays(dice: random.Random) -> Iterator[None]:
 class Whim:
     """Rank 0's head without a mind."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: CandidateModel) -> None:
         self._layers = [u.name for u in model.units.values() if u.shape is not None]
         self._dice = random.Random(",".join(self._layers))
 
     def first(self) -> Decision:
         return Decision(steps=1, skip=0, probe=False)
 
-    def review(self, f: Figures) -> Decision:
+    def review(self, f: Measurements) -> Decision:
         some = [n for n in self._layers if self._dice.random() < 0.6]
         self._dice.shuffle(some)
         rows = {n: self._dice.randint(0, 9) for n in some}

@@ -11,24 +11,24 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from commlib.planning.cost import choose as module
-from commlib.planning.cost.choose import MARGIN, Choice
-from commlib.planning.cost.overlap import Bucket, Pass, finish
-from commlib.planning.cost.route_cost import Way
+from commlib.planning.cost.choose import MARGIN, RouteChoice
+from commlib.planning.cost.overlap import Bucket, TrainingPass, finish
+from commlib.planning.cost.route_cost import Candidate
 
 SOME = st.floats(0, 10)
-Case = tuple[Pass, dict[str, Way], dict[str, list[Way]]]
+Case = tuple[TrainingPass, dict[str, Candidate], dict[str, list[Candidate]]]
 
 
-def dense(link_s: float, shared_s: float = 0.0) -> Way:
-    return Way("dense", 0, link_s, shared_s)
+def dense(link_s: float, shared_s: float = 0.0) -> Candidate:
+    return Candidate("dense", 0, link_s, shared_s)
 
 
-def other(link_s: float, shared_s: float = 0.0, early: bool = True, **more: float) -> Way:
-    return Way("factors", 0, link_s, shared_s, early=early, **more)
+def other(link_s: float, shared_s: float = 0.0, early: bool = True, **more: float) -> Candidate:
+    return Candidate("factors", 0, link_s, shared_s, early=early, **more)
 
 
 @st.composite
-def passes(draw: st.DrawFn) -> Pass:
+def passes(draw: st.DrawFn) -> TrainingPass:
     """Up to six layers in up to three buckets."""
     rows: dict[str, float] = {}
     buckets, now = [], 0.0
@@ -39,7 +39,7 @@ def passes(draw: st.DrawFn) -> Pass:
             rows[name] = now
         now += draw(SOME)
         buckets.append(Bucket(now, names))
-    return Pass(tuple(buckets), rows, now + draw(SOME), draw(st.booleans()))
+    return TrainingPass(tuple(buckets), rows, now + draw(SOME), draw(st.booleans()))
 
 
 @st.composite
@@ -60,16 +60,16 @@ def short_cuts(draw: st.DrawFn) -> Case:
     return p, plain, {n: [other(share * plain[n].link_s, early=draw(st.booleans()))] for n, share in shares.items()}
 
 
-def choose(*args: Any, **more: Any) -> Choice:
+def choose(*args: Any, **more: Any) -> RouteChoice:
     """As few changes as possible; what the default does besides has tests of its own."""
     return module.choose(*args, frugal=True, **more)
 
 
-def changed(ways: Mapping[str, Way]) -> set[str]:
+def changed(ways: Mapping[str, Candidate]) -> set[str]:
     return {n for n, w in ways.items() if w.route != "dense"}
 
 
-def best_of_all(p: Pass, plain: Mapping[str, Way], others: Mapping[str, Sequence[Way]]) -> float:
+def best_of_all(p: TrainingPass, plain: Mapping[str, Candidate], others: Mapping[str, Sequence[Candidate]]) -> float:
     """The shortest step, by brute force."""
     return min(
         finish(p, dict(zip(plain, ways, strict=True)))
@@ -121,14 +121,14 @@ def test_where_ways_only_shorten_transfers_the_choice_is_within_the_margin_of_th
 
 def test_a_way_that_costs_as_much_by_itself_is_not_looked_at_though_leaving_early_would_pay() -> None:
     """A limit of the search: it sorts layers by what a change saves without any overlap."""
-    p = Pass((Bucket(10, ("a",)),), {"a": 2}, 10, spare_cores=True)
+    p = TrainingPass((Bucket(10, ("a",)),), {"a": 2}, 10, spare_cores=True)
     plain, others = {"a": dense(5)}, {"a": [other(5)]}
     assert best_of_all(p, plain, others) == 10  # from 2 to 7, beside the backward pass
     assert choose(p, plain, others).seconds == 15
 
 
 def test_a_layer_whose_transfer_is_hidden_stays_dense_and_says_so() -> None:
-    p = Pass((Bucket(1, ("hidden",)), Bucket(10, ("last",))), {"hidden": 0, "last": 9}, 10)
+    p = TrainingPass((Bucket(1, ("hidden",)), Bucket(10, ("last",))), {"hidden": 0, "last": 9}, 10)
     plain = {"hidden": dense(5), "last": dense(6)}
     choice = choose(p, plain, {"hidden": [other(1)], "last": [other(2)]})
     assert choice.ways == {"hidden": plain["hidden"], "last": other(2)}
@@ -138,7 +138,7 @@ def test_a_layer_whose_transfer_is_hidden_stays_dense_and_says_so() -> None:
 
 
 def test_rows_are_worth_the_most_where_the_link_is_the_bottleneck() -> None:
-    p = Pass((Bucket(1, ("a", "b")), Bucket(2, ("c",))), {"a": 0.2, "b": 0.6, "c": 1.5}, 2)
+    p = TrainingPass((Bucket(1, ("a", "b")), Bucket(2, ("c",))), {"a": 0.2, "b": 0.6, "c": 1.5}, 2)
     plain = {"a": dense(5), "b": dense(5), "c": dense(5)}
     choice = choose(p, plain, {n: [other(0.1)] for n in plain})
     assert changed(choice.ways) == {"a", "b", "c"}
@@ -146,7 +146,7 @@ def test_rows_are_worth_the_most_where_the_link_is_the_bottleneck() -> None:
 
 
 def test_nothing_changes_when_there_is_nothing_else() -> None:
-    p = Pass((Bucket(1, ("a",)), Bucket(2, ("b",))), {}, 2)
+    p = TrainingPass((Bucket(1, ("a",)), Bucket(2, ("b",))), {}, 2)
     plain = {"a": dense(9), "b": dense(9)}
     choice = choose(p, plain, {"b": []})
     assert choice.ways == choice.dense == plain
@@ -155,27 +155,27 @@ def test_nothing_changes_when_there_is_nothing_else() -> None:
 
 
 def test_what_costs_more_is_left_alone_and_both_costs_are_named() -> None:
-    p = Pass((Bucket(1, ("a",)),), {"a": 0.5}, 1)
+    p = TrainingPass((Bucket(1, ("a",)),), {"a": 0.5}, 1)
     choice = choose(p, {"a": dense(2)}, {"a": [other(1, after_s=3)]})
     assert changed(choice.ways) == set()
     assert choice.reasons == {"a": "factors would cost 4e+03 ms, dense costs 2e+03 ms"}
 
 
 def test_of_several_other_ways_a_layer_takes_the_cheapest() -> None:
-    p = Pass((Bucket(1, ("a",)),), {"a": 0.5}, 1)
+    p = TrainingPass((Bucket(1, ("a",)),), {"a": 0.5}, 1)
     ways = [other(7), other(3, after_s=1, saved_s=0.5), other(5)]
     assert choose(p, {"a": dense(9)}, {"a": ways}).ways["a"] is ways[1]
 
 
 def test_a_change_that_saves_less_than_the_margin_is_not_made() -> None:
-    p = Pass((Bucket(9, ("a",)),), {"a": 9}, 9)
+    p = TrainingPass((Bucket(9, ("a",)),), {"a": 9}, 9)
     plain, others = {"a": dense(1.0)}, {"a": [other(0.9)]}  # a hundredth of the step
     assert changed(choose(p, plain, others).ways) == set()
     assert changed(choose(p, plain, others, margin=0.0).ways) == {"a"}
 
 
 def test_of_two_changes_one_of_which_can_be_spared_the_larger_is_made() -> None:
-    p = Pass((Bucket(0, ("a", "b")),), {"a": 0, "b": 0}, 0)
+    p = TrainingPass((Bucket(0, ("a", "b")),), {"a": 0, "b": 0}, 0)
     plain, others = {"a": dense(51), "b": dense(51.5)}, {"a": [other(50)], "b": [other(50)]}
     assert changed(choose(p, plain, others).ways) == {"b"}  # 101 is within the margin of 100, 102.5 is not
 
@@ -185,7 +185,7 @@ def test_products_that_hold_up_the_backward_pass_are_not_made_for_hidden_transfe
     link_s: float, instead: float
 ) -> None:
     """Though each costs less than its transfer by itself; and the last layer is found whatever its place."""
-    p = Pass((Bucket(1, ("first", "second")), Bucket(10, ("last",))), {"first": 0, "second": 0, "last": 9}, 10)
+    p = TrainingPass((Bucket(1, ("first", "second")), Bucket(10, ("last",))), {"first": 0, "second": 0, "last": 9}, 10)
     plain = {"first": dense(4), "second": dense(4), "last": dense(link_s)}
     product = [other(0.5, after_s=3)]
     choice = choose(p, plain, {"first": product, "second": product, "last": [other(instead)]})
@@ -206,7 +206,7 @@ def test_the_order_of_dicts_does_not_matter_unless_gains_are_alike(case: Case, c
 
 def test_a_layer_without_a_dense_way_is_named() -> None:
     with pytest.raises(KeyError, match="b"):
-        choose(Pass((Bucket(1, ("a", "b")),), {}, 1), {"a": dense(1)}, {})
+        choose(TrainingPass((Bucket(1, ("a", "b")),), {}, 1), {"a": dense(1)}, {})
 
 
 @given(cases(), st.floats(0, 0.3))
@@ -221,7 +221,7 @@ def test_by_default_nothing_is_predicted_longer_than_dense_and_no_more_work_is_d
 
 
 def test_by_default_a_hidden_transfer_is_spared_the_link_if_another_change_is_worth_making() -> None:
-    p = Pass((Bucket(1, ("hidden",)), Bucket(10, ("last",))), {"hidden": 0, "last": 9}, 10)
+    p = TrainingPass((Bucket(1, ("hidden",)), Bucket(10, ("last",))), {"hidden": 0, "last": 9}, 10)
     plain, others = {"hidden": dense(5), "last": dense(6)}, {"hidden": [other(1)], "last": [other(2)]}
     assert changed(module.choose(p, plain, others).ways) == {"hidden", "last"}
     assert changed(module.choose(p, {**plain, "last": dense(0.1)}, {"hidden": [other(1)]}).ways) == set()

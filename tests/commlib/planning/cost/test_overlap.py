@@ -12,29 +12,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlib.planning.cost import overlap
-from commlib.planning.cost.overlap import Bucket, Pass, exposed, finish, undisturbed
-from commlib.planning.cost.route_cost import Way
+from commlib.planning.cost.overlap import Bucket, TrainingPass, exposed, finish, undisturbed
+from commlib.planning.cost.route_cost import Candidate
 from tests.support.tiers import examples
 
 SOME = st.floats(0, 10)
 TIMES = st.lists(st.tuples(SOME, SOME), min_size=1, max_size=8)
-Case = tuple[Pass, dict[str, Way]]
+Case = tuple[TrainingPass, dict[str, Candidate]]
 
 
-def way(link_s: float = 0.0, route: str = "dense", shared_s: float = 0.0, **more: float) -> Way:
-    return Way(route, 0, link_s, shared_s, early=route == "factors", **more)
+def way(link_s: float = 0.0, route: str = "dense", shared_s: float = 0.0, **more: float) -> Candidate:
+    return Candidate(route, 0, link_s, shared_s, early=route == "factors", **more)
 
 
-def one_by_one(ready: Sequence[float], end: float | None = None, **rows: float) -> Pass:
+def one_by_one(ready: Sequence[float], end: float | None = None, **rows: float) -> TrainingPass:
     """Layers a, b, c …, each in a bucket of its own."""
     buckets = tuple(Bucket(t, (name,)) for t, name in zip(ready, "abcdefgh", strict=False))
-    return Pass(buckets, rows, max(ready) if end is None else end, spare_cores=True)
+    return TrainingPass(buckets, rows, max(ready) if end is None else end, spare_cores=True)
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """Any pass, each layer by a way with any costs."""
-    ways: dict[str, Way] = {}
+    ways: dict[str, Candidate] = {}
     rows: dict[str, float] = {}
     buckets, now = [], 0.0
     for size in draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)):
@@ -49,10 +49,10 @@ def cases(draw: st.DrawFn) -> Case:
         now += draw(SOME)
         buckets.append(Bucket(now, names))
     drag = draw(st.sampled_from([1.0, 1.5, 4.0]))
-    return Pass(tuple(buckets), rows, now + draw(SOME), draw(st.booleans()), drag), ways
+    return TrainingPass(tuple(buckets), rows, now + draw(SOME), draw(st.booleans()), drag), ways
 
 
-def shared(p: Pass, ways: Mapping[str, Way]) -> float:
+def shared(p: TrainingPass, ways: Mapping[str, Candidate]) -> float:
     """Seconds of all collectives that layers of a bucket share."""
     return sum(s for b in p.buckets for _, s in {(ways[n].route, ways[n].shared_s) for n in b.layers})
 
@@ -147,7 +147,7 @@ def test_products_wait_for_their_transfer_and_for_each_other() -> None:
 
 
 def test_layers_of_a_bucket_share_a_collective_with_their_route_only() -> None:
-    p = Pass((Bucket(1, ("a", "b", "c")),), {}, 1, spare_cores=True)
+    p = TrainingPass((Bucket(1, ("a", "b", "c")),), {}, 1, spare_cores=True)
     ways = {"a": way(1, shared_s=4), "b": way(1, shared_s=4), "c": way(1, shared_s=4)}
     assert finish(p, ways) == 1 + 3 + 4
     assert finish(p, {**ways, "c": way(1, "topk", shared_s=5)}) == 1 + 3 + 4 + 5
@@ -170,7 +170,7 @@ class Seen:
 
     TICK = 1 / 64
 
-    def __init__(self, p: Pass, ways: Mapping[str, Way]) -> None:
+    def __init__(self, p: TrainingPass, ways: Mapping[str, Candidate]) -> None:
         self.clock = then = free = 0.0
         rows, ready = dict(p.rows), [b.ready for b in p.buckets]
         layers = [(p.rows[n], 0, i, n) for i, b in enumerate(p.buckets) for n in b.layers]
@@ -197,7 +197,7 @@ class Seen:
             if not skipped and then < p.end:
                 then += self._tick(free, p.drag)
         buckets = tuple(dataclasses.replace(b, ready=t) for b, t in zip(p.buckets, ready, strict=True))
-        self.seen = Pass(buckets, rows, self.clock, p.spare_cores)
+        self.seen = TrainingPass(buckets, rows, self.clock, p.spare_cores)
 
     def _tick(self, free: float, drag: float) -> float:
         busy = self.clock < free - 1e-9
@@ -205,7 +205,7 @@ class Seen:
         return self.TICK / drag if busy else self.TICK
 
 
-def times(p: Pass) -> list[float]:
+def times(p: TrainingPass) -> list[float]:
     return [*(b.ready for b in p.buckets), *(t for _, t in sorted(p.rows.items())), p.end]
 
 
@@ -228,7 +228,7 @@ def test_a_pass_is_found_again_from_what_was_seen_of_it(case: Case) -> None:
 
 
 def test_what_was_saved_or_compressed_is_put_right_and_of_an_unseen_layer_nothing_is_known() -> None:
-    seen = Pass((Bucket(4, ("a",)), Bucket(8, ("b", "c"))), {"a": 1}, 10)
+    seen = TrainingPass((Bucket(4, ("a",)), Bucket(8, ("b", "c"))), {"a": 1}, 10)
     plain = {"a": way(2, "factors", saved_s=1), "b": way(3, "topk", before_s=2)}
     p = undisturbed(seen, plain, 1.0)
     assert (p.rows, [b.ready for b in p.buckets], p.end) == ({"a": 1}, [5, 9], 9)  # from 8 to 10 it compressed
@@ -240,7 +240,7 @@ def test_what_was_saved_or_compressed_is_put_right_and_of_an_unseen_layer_nothin
 
 
 def test_a_pass_without_buckets_ends_with_itself() -> None:
-    assert finish(Pass((), {}, 3), {}) == 3
+    assert finish(TrainingPass((), {}, 3), {}) == 3
 
 
 @pytest.mark.parametrize(
@@ -248,6 +248,6 @@ def test_a_pass_without_buckets_ends_with_itself() -> None:
     [{"a": way()}, {"a": way(), "b": way(1, "factors")}, {"a": way(), "b": way(1, "topk", saved_s=1)}],
     ids=["no way", "early rows at an unknown time", "savings at an unknown time"],
 )
-def test_a_layer_of_which_too_little_is_known_is_named(ways: dict[str, Way]) -> None:
+def test_a_layer_of_which_too_little_is_known_is_named(ways: dict[str, Candidate]) -> None:
     with pytest.raises(KeyError, match="b"):
         finish(one_by_one([4, 8], a=2), ways)

@@ -17,13 +17,13 @@ from commlib.exchange.factors.rounds import FactorRounds, RowHistory
 from commlib.groups.world import World
 from commlib.messaging.link_model import AlphaBeta, Link
 from commlib.planning.cost import route_cost, volume
-from commlib.planning.cost.volume import Shape
+from commlib.planning.cost.volume import FactorableShape
 
 F32 = 4  # bytes
 HEADER = 16  # bytes before a rank's rows
 SHAPES = st.integers(2, 64).flatmap(
     lambda p: st.builds(
-        Shape,
+        FactorableShape,
         m=st.integers(1, 5000),
         n=st.integers(1, 5000),
         rows=st.integers(0, 5000),
@@ -34,36 +34,36 @@ SHAPES = st.integers(2, 64).flatmap(
 ODD = Link(4, AlphaBeta(0.5, 1e-8), AlphaBeta(0.125, 3e-8))
 
 
-def dense(s: Shape, link: Link) -> route_cost.Way:
+def dense(s: FactorableShape, link: Link) -> route_cost.Candidate:
     return route_cost.dense(s.matrix * F32, link)
 
 
-def factors(s: Shape, link: Link, local_s: float = 0.0, rebuild_s: float = 0.0) -> route_cost.Way:
+def factors(s: FactorableShape, link: Link, local_s: float = 0.0, rebuild_s: float = 0.0) -> route_cost.Candidate:
     return route_cost.factors(s.n, s.m, s.rows, link, local_s=local_s, rebuild_s=rebuild_s)
 
 
-def values(way: route_cost.Way, headers: int = 0) -> float:
+def values(way: route_cost.Candidate, headers: int = 0) -> float:
     """Sent and received: a ring and an all-gather receive as much as they send."""
     return 2 * (way.sent - headers * HEADER) / F32
 
 
 def test_a_square_layer_on_eight_ranks_moves_the_values_of_the_papers() -> None:
-    s, link = Shape(4096, 4096, rows=32, workers=8, servers=8), Link.ring(8, 10, 0)
+    s, link = FactorableShape(4096, 4096, rows=32, workers=8, servers=8), Link.ring(8, 10, 0)
     assert values(dense(s, link)) == 58_720_256
     assert values(factors(s, link), headers=7) == 3_670_016
 
 
 @given(SHAPES)
-def test_any_layer_moves_what_the_cost_model_counts(s: Shape) -> None:
+def test_any_layer_moves_what_the_cost_model_counts(s: FactorableShape) -> None:
     link = Link.ring(s.workers, 1, 0)
     assert values(dense(s, link)) == pytest.approx(volume.ps_colocated(s))
     assert values(factors(s, link), headers=s.workers - 1) == volume.factors(s)
 
 
 @given(SHAPES)
-def test_rows_are_cheaper_up_to_the_crossover_where_nothing_but_bytes_costs(s: Shape) -> None:
+def test_rows_are_cheaper_up_to_the_crossover_where_nothing_but_bytes_costs(s: FactorableShape) -> None:
     link = Link.ring(s.workers, 1, 0)
-    header, one = (factors(Shape(s.m, s.n, k, s.workers, s.servers), link).alone_s for k in (0, 1))
+    header, one = (factors(FactorableShape(s.m, s.n, k, s.workers, s.servers), link).alone_s for k in (0, 1))
     even = dense(s, link).alone_s / (one - header)
     assert even == pytest.approx(volume.crossover_rows(s.m, s.n, s.workers, s.servers), rel=1e-6)
     if abs(s.rows - even) > 1e-6 * even:
@@ -71,7 +71,9 @@ def test_rows_are_cheaper_up_to_the_crossover_where_nothing_but_bytes_costs(s: S
 
 
 @given(SHAPES, st.floats(0, 1), st.floats(0.01, 100))
-def test_a_dense_exchange_takes_what_a_ring_does_by_the_textbook(s: Shape, latency_s: float, gbit_s: float) -> None:
+def test_a_dense_exchange_takes_what_a_ring_does_by_the_textbook(
+    s: FactorableShape, latency_s: float, gbit_s: float
+) -> None:
     way = dense(s, Link.ring(s.workers, gbit_s, latency_s))
     rounds = 2 * (s.workers - 1)
     part = s.matrix * F32 / s.workers / (gbit_s * 1e9 / 8)
@@ -80,7 +82,7 @@ def test_a_dense_exchange_takes_what_a_ring_does_by_the_textbook(s: Shape, laten
 
 
 @given(SHAPES.filter(lambda s: s.rows > 0))
-def test_a_layer_s_rows_are_as_many_bytes_as_its_trip_sends_but_for_padding(s: Shape) -> None:
+def test_a_layer_s_rows_are_as_many_bytes_as_its_trip_sends_but_for_padding(s: FactorableShape) -> None:
     habit = RowHistory()
     habit.expect(s.rows)
     trip = FactorRounds(BroadcastDelivery(RowPayload(s.n, s.m), World(0, s.workers)), habit, torch.device("cpu"))
@@ -89,7 +91,9 @@ def test_a_layer_s_rows_are_as_many_bytes_as_its_trip_sends_but_for_padding(s: S
 
 
 @given(SHAPES, st.floats(0, 1), st.floats(0, 1))
-def test_rows_pay_a_gather_and_a_product_and_save_the_local_one(s: Shape, local_s: float, rebuild_s: float) -> None:
+def test_rows_pay_a_gather_and_a_product_and_save_the_local_one(
+    s: FactorableShape, local_s: float, rebuild_s: float
+) -> None:
     link = Link(s.workers, ODD.all_reduce, ODD.all_gather)
     way = factors(s, link, local_s, rebuild_s)
     assert way.link_s == link.all_gather.seconds(way.sent)
@@ -99,7 +103,9 @@ def test_rows_pay_a_gather_and_a_product_and_save_the_local_one(s: Shape, local_
 
 
 @given(SHAPES, st.floats(0, 1))
-def test_owners_pay_two_collectives_and_their_blocks_and_compute_what_they_save(s: Shape, local_s: float) -> None:
+def test_owners_pay_two_collectives_and_their_blocks_and_compute_what_they_save(
+    s: FactorableShape, local_s: float
+) -> None:
     link = Link(s.workers, ODD.all_reduce, ODD.all_gather)
     way = route_cost.owners(s.n, s.m, s.rows, link, local_s=local_s)
     assert way.link_s == pytest.approx(link.all_gather.seconds(way.sent))
@@ -110,7 +116,9 @@ def test_owners_pay_two_collectives_and_their_blocks_and_compute_what_they_save(
 
 
 @given(SHAPES, st.booleans())
-def test_owners_are_the_bytes_that_the_cost_model_counts_and_never_fewer_than_are_sent(s: Shape, whole: bool) -> None:
+def test_owners_are_the_bytes_that_the_cost_model_counts_and_never_fewer_than_are_sent(
+    s: FactorableShape, whole: bool
+) -> None:
     p = s.workers
     s = dataclasses.replace(s, m=s.m * p, n=s.n * p) if whole else s
     sent = sum(route_cost.owners_sent(s.n, s.m, s.rows, p)) - (p - 1) * HEADER
@@ -142,7 +150,7 @@ def test_a_payload_pays_its_bytes_and_its_bucket_the_collectives(
 
 
 def test_one_rank_alone_sends_nothing() -> None:
-    link, s = Link.ring(1, 1, 1e-3), Shape(300, 200, rows=5, workers=1, servers=1)
+    link, s = Link.ring(1, 1, 1e-3), FactorableShape(300, 200, rows=5, workers=1, servers=1)
     for way in (dense(s, link), factors(s, link), route_cost.owners(s.n, s.m, s.rows, link, local_s=0)):
         assert (way.sent, way.link_s, way.shared_s) == (0, 0, 0)
     assert math.isinf(volume.crossover_rows(s.m, s.n, 1, 1))
@@ -150,7 +158,7 @@ def test_one_rank_alone_sends_nothing() -> None:
 
 def test_servers_cost_their_line_and_what_stays_dense_beside_them_its_own() -> None:
     served = dataclasses.replace(ODD, push_pull=AlphaBeta(0.25, 2e-8))
-    assert route_cost.push_pull(1000, served) == route_cost.Way("push_pull", 1000, 2e-8 * 1000, 0.25)
+    assert route_cost.push_pull(1000, served) == route_cost.Candidate("push_pull", 1000, 2e-8 * 1000, 0.25)
     beside = route_cost.push_pull(1000, served, plain=100)
     assert beside.sent == 1000 + 150
     assert beside.link_s == pytest.approx(2e-8 * 1000 + 1e-8 * 150)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlib.planning.cost import volume
-from commlib.planning.cost.volume import Shape
+from commlib.planning.cost.volume import FactorableShape
 
 SHAPES = st.builds(
-    Shape,
+    FactorableShape,
     m=st.integers(1, 5000),
     n=st.integers(1, 5000),
     rows=st.integers(0, 5000),
@@ -23,7 +23,7 @@ SHAPES = st.builds(
 
 
 def test_the_oracles_of_a_square_layer_on_eight_machines() -> None:
-    s = Shape(4096, 4096, rows=32, workers=8, servers=8)
+    s = FactorableShape(4096, 4096, rows=32, workers=8, servers=8)
     assert volume.ps_worker(s) == 33_554_432
     assert volume.ps_server(s) == 33_554_432
     assert volume.ps_colocated(s) == 58_720_256
@@ -44,7 +44,7 @@ def test_the_crossovers_of_known_layers(m: int, n: int, workers: int, rows: int)
 
 
 @given(SHAPES)
-def test_the_crossover_is_where_the_choice_turns(s: Shape) -> None:
+def test_the_crossover_is_where_the_choice_turns(s: FactorableShape) -> None:
     k = volume.crossover_rows(s.m, s.n, s.workers, s.servers)
     if s.workers == 1:
         assert k == math.inf
@@ -53,21 +53,21 @@ def test_the_crossover_is_where_the_choice_turns(s: Shape) -> None:
 
 
 @given(SHAPES)
-def test_servers_on_the_workers_machines_move_what_a_ring_does(s: Shape) -> None:
+def test_servers_on_the_workers_machines_move_what_a_ring_does(s: FactorableShape) -> None:
     p = s.workers
     ring = 2 * 2 * (p - 1) / p * s.matrix  # sent and received
     assert volume.ps_colocated(dataclasses.replace(s, servers=p)) == pytest.approx(ring)
 
 
 @given(SHAPES)
-def test_balanced_blocks_cost_a_worker_what_adams_do_with_one_server_and_more_with_more(s: Shape) -> None:
+def test_balanced_blocks_cost_a_worker_what_adams_do_with_one_server_and_more_with_more(s: FactorableShape) -> None:
     one = dataclasses.replace(s, servers=1)
     assert volume.blocks_worker(one) == volume.adam_worker(one)
     assert volume.blocks_worker(s) >= volume.adam_worker(s)
 
 
 def test_the_oracle_of_blocks_on_four_machines() -> None:
-    tall = Shape(m=4096, n=20_480, rows=32, workers=4, servers=4)
+    tall = FactorableShape(m=4096, n=20_480, rows=32, workers=4, servers=4)
     assert volume.blocks_colocated(tall) == 2 * 3 * (32 * (4096 + 5120) + 4096 * 5120) == 127_598_592
     assert volume.blocks_colocated(dataclasses.replace(tall, m=20_480, n=4096)) == 127_598_592
     with pytest.raises(ValueError, match="4 workers are as many servers; got 2"):
@@ -75,7 +75,9 @@ def test_the_oracle_of_blocks_on_four_machines() -> None:
 
 
 @given(SHAPES, st.integers(1, 64))
-def test_blocks_balance_what_adams_owner_moves_and_beat_a_ring_up_to_their_crossover(s: Shape, p: int) -> None:
+def test_blocks_balance_what_adams_owner_moves_and_beat_a_ring_up_to_their_crossover(
+    s: FactorableShape, p: int
+) -> None:
     s = dataclasses.replace(s, workers=p, servers=p)
     moved, small, large = volume.blocks_colocated(s), min(s.m, s.n), max(s.m, s.n)
     # Adam's owner gets all rows and sends the matrix; with blocks all machines together move no less than it does.
@@ -86,7 +88,7 @@ def test_blocks_balance_what_adams_owner_moves_and_beat_a_ring_up_to_their_cross
 
 
 @given(SHAPES.filter(lambda s: s.workers >= 3 and s.rows > 0))
-def test_sacp_chooses_by_the_share_of_factors_in_the_matrix(s: Shape) -> None:
+def test_sacp_chooses_by_the_share_of_factors_in_the_matrix(s: FactorableShape) -> None:
     share = s.factors / s.matrix
     expected = "factors" if share <= 1 / (s.workers - 2) else "hybrid" if share < 1 else "matrix"
     totals = {
@@ -103,11 +105,11 @@ def test_sacp_chooses_by_the_share_of_factors_in_the_matrix(s: Shape) -> None:
 def test_what_is_no_cluster_is_refused(bad: dict[str, int]) -> None:
     good = {"m": 2, "n": 2, "rows": 1, "workers": 2, "servers": 2}
     with pytest.raises(ValueError, match=next(iter(bad))):
-        Shape(**{**good, **bad})
+        FactorableShape(**{**good, **bad})
 
 
 def test_a_worker_sends_its_gradient_once_and_the_busiest_shard_its_share_of_all_workers() -> None:
-    nbytes, matrix = 4 * 4096 * 4096, Shape(4096, 4096, rows=0, workers=8, servers=8)
+    nbytes, matrix = 4 * 4096 * 4096, FactorableShape(4096, 4096, rows=0, workers=8, servers=8)
     assert volume.push_pull_worker(nbytes) == 4 * volume.ps_worker(matrix) / 2  # one way
     for servers in (1, 3, 8):
         one = dataclasses.replace(matrix, servers=servers)

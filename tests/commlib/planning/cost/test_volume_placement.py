@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from commlib.planning.cost import volume
 from commlib.planning.cost import volume as placement
-from commlib.planning.cost.volume import Shape
+from commlib.planning.cost.volume import FactorableShape
 
 
 def test_sparks_equations_by_hand() -> None:
@@ -69,7 +69,7 @@ def test_no_cut_that_servers_can_keep_up_with_moves_less(
 
 
 def test_a_placed_layer_by_hand() -> None:
-    s = Shape(m=9216, n=4096, rows=32, workers=4, servers=4)
+    s = FactorableShape(m=9216, n=4096, rows=32, workers=4, servers=4)
     assert placement.placed_sent(s) == (884_736, 98_304, 98_304, 884_736)
     assert placement.placed(s, input_grad=False) == 2 * (884_736 + 2 * 98_304)
     assert placement.placed(s, input_grad=False) < volume.factors(s) < volume.ps_colocated(s)
@@ -78,6 +78,6 @@ def test_a_placed_layer_by_hand() -> None:
 
 @given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 500), st.integers(2, 64))
 def test_it_moves_less_than_factors_where_the_rule_says_so(m: int, n: int, rows: int, workers: int) -> None:
-    s = Shape(m, n, rows, workers, workers)
+    s = FactorableShape(m, n, rows, workers, workers)
     assert (placement.placed(s) < volume.factors(s)) == (workers * m < n * (workers - 2))
     assert (placement.placed(s, input_grad=False) < volume.factors(s)) == (workers > 2)

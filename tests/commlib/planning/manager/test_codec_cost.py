@@ -15,7 +15,7 @@ from commlib.compressors.int8 import Int8
 from commlib.groups.world import World
 from commlib.messaging.link_model import AlphaBeta
 from commlib.planning.manager import codec_cost
-from commlib.planning.manager.codec_cost import Cost, measure, slowest
+from commlib.planning.manager.codec_cost import CodecCost, measure, slowest
 from commlib.planning.route import resolve
 
 CPU = torch.device("cpu")
@@ -66,11 +66,11 @@ def test_the_line_goes_through_both_sizes_and_never_below_nought(monkeypatch: py
 
 
 def test_of_several_ranks_the_slowest_counts_in_everything() -> None:
-    ranks = [Cost(AlphaBeta(1, 5), AlphaBeta(2, 2), 2, 0), Cost(AlphaBeta(3, 4), AlphaBeta(1, 9), 2, 0)]
+    ranks = [CodecCost(AlphaBeta(1, 5), AlphaBeta(2, 2), 2, 0), CodecCost(AlphaBeta(3, 4), AlphaBeta(1, 9), 2, 0)]
     for order in itertools.permutations(ranks):
-        assert slowest(list(order)) == Cost(AlphaBeta(3, 5), AlphaBeta(2, 9), 2, 0)
+        assert slowest(list(order)) == CodecCost(AlphaBeta(3, 5), AlphaBeta(2, 9), 2, 0)
 
 
 def test_it_travels_between_ranks() -> None:
-    cost = Cost(AlphaBeta(1, 5), AlphaBeta(2, 2), 2, 0)
-    assert Cost.from_wire(dataclasses.asdict(cost)) == cost
+    cost = CodecCost(AlphaBeta(1, 5), AlphaBeta(2, 2), 2, 0)
+    assert CodecCost.from_wire(dataclasses.asdict(cost)) == cost

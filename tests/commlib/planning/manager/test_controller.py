@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlib.messaging.link_model import AlphaBeta, Link
-from commlib.planning.cost.overlap import Bucket, Pass, finish
-from commlib.planning.cost.route_cost import Way, dense, factors, owners
-from commlib.planning.manager.candidates import Model
-from commlib.planning.manager.controller import Pilot
+from commlib.planning.cost.overlap import Bucket, TrainingPass, finish
+from commlib.planning.cost.route_cost import Candidate, dense, factors, owners
+from commlib.planning.manager.candidates import CandidateModel
+from commlib.planning.manager.controller import Controller
 from commlib.planning.manager.decision import Decision
-from commlib.planning.manager.measurements import Figures
+from commlib.planning.manager.measurements import Measurements
 from commlib.runtime.layers import LayerSpec
 from tests.support.tiers import examples
 
@@ -57,7 +57,7 @@ class Cluster:
             LayerSpec(f"{n}.weight", shape, torch.float32, torch.device("cpu"), "linear.weight", layer=n)
             for n, shape in zip(self.names, self.shapes, strict=True)
         ]
-        self.pilot = Pilot(Model(specs, self.names))
+        self.pilot = Controller(CandidateModel(specs, self.names))
         self.decision = self.pilot.first()
         now = 0.05 + sum(self.product(i, 1) for i in range(len(self.shapes)))
         seen, buckets = {}, []
@@ -65,7 +65,7 @@ class Cluster:
             seen[self.names[i]] = now
             now += 2 * self.product(i, 1)
             buckets.append(Bucket(now, (self.names[i],)))
-        self.dense_pass = Pass(tuple(buckets), seen, now)
+        self.dense_pass = TrainingPass(tuple(buckets), seen, now)
 
     @property
     def link(self) -> Link:
@@ -75,7 +75,7 @@ class Cluster:
         n, m = self.shapes[i]
         return 2 * n * m * self.rows * ranks / self.flops
 
-    def way(self, name: str, route: str) -> Way:
+    def way(self, name: str, route: str) -> Candidate:
         i = self.names.index(name)
         n, m = self.shapes[i]
         if route == "dense":
@@ -89,7 +89,7 @@ class Cluster:
         routes = {} if d is None else d.routes
         return finish(self.dense_pass, {n: self.way(n, routes.get(n, "dense")) for n in self.names})
 
-    def figures(self) -> Figures:
+    def figures(self) -> Measurements:
         d = self.decision
         saved = [(self.dense_pass.rows[n], self.way(n, r).saved_s) for n, r in d.routes.items()]
 
@@ -97,7 +97,7 @@ class Cluster:
             return then - sum(s for t, s in saved if t < then)
 
         noisy = self.span(d) * (1 + self.noise * self.random.uniform(-1, 1))
-        return Figures(
+        return Measurements(
             steps=max(1, d.steps - d.skip),
             span=noisy,
             rest=0.01,
@@ -245,7 +245,7 @@ class Unsteady(Cluster):
     def link(self) -> Link:
         return Link.ring(P, self.gbit_s * self.random.choice([0.5, 1, 2]), 2e-4)
 
-    def figures(self) -> Figures:
+    def figures(self) -> Measurements:
         f = super().figures()
         return dataclasses.replace(f, wire=f.span * self.random.choice([0.1, 0.3]))
 
@@ -269,7 +269,7 @@ class Cold(Cluster):
 
     cold, extra = 6, 1.6
 
-    def figures(self) -> Figures:
+    def figures(self) -> Measurements:
         f = super().figures()
         return dataclasses.replace(f, span=f.span * (self.extra if self.steps <= self.cold else 1))
 
@@ -315,7 +315,7 @@ def test_unseen_rows_leave_layers_dense() -> None:
 
 def test_a_review_without_steps_changes_nothing() -> None:
     pilot = fc(0.2).pilot
-    d = pilot.review(Figures(0, 0.0, 0.0, (), (), 0.0, {}, {}))
+    d = pilot.review(Measurements(0, 0.0, 0.0, (), (), 0.0, {}, {}))
     assert not d.routes
     assert d.phase == "watch"
     assert d.probe
@@ -361,7 +361,7 @@ class Close(Cluster):
     ratios: tuple[float, ...] = ()
     trials = 0
 
-    def figures(self) -> Figures:
+    def figures(self) -> Measurements:
         f, phase = super().figures(), self.decision.phase
         if phase == "trial":
             self.trials += 1

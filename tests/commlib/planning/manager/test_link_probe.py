@@ -16,14 +16,14 @@ from commlib.exchange.throttled_group import Throttle
 from commlib.groups.process_groups import sibling
 from commlib.groups.world import World
 from commlib.messaging.link_model import Link
-from commlib.planning.manager.link_probe import Probe, measure_product
+from commlib.planning.manager.link_probe import LinkProbe, measure_product
 from tests.support.rank_pool import Fleet
 
 CPU = torch.device("cpu")
 
 
 def link_of(world: World) -> Link:
-    return Probe(dist.group.WORLD, world, CPU).link()
+    return LinkProbe(dist.group.WORLD, world, CPU).link()
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -46,7 +46,7 @@ def burns() -> None:
 
 
 def drags(world: World) -> tuple[float, float]:
-    cores, probe = os.sched_getaffinity(0), Probe(dist.group.WORLD, world, CPU)
+    cores, probe = os.sched_getaffinity(0), LinkProbe(dist.group.WORLD, world, CPU)
     os.sched_setaffinity(0, {min(cores)})
     try:
         return probe._drag(lambda: time.sleep(0.06)), probe._drag(burns)
@@ -66,7 +66,7 @@ def fails() -> None:
 
 def drag_of_none(world: World) -> str:
     try:
-        Probe(dist.group.WORLD, world, CPU)._drag(fails)
+        LinkProbe(dist.group.WORLD, world, CPU)._drag(fails)
     except ValueError as e:
         return str(e)
     return ""
@@ -92,7 +92,7 @@ class Counting(Throttle):
 def limited(world: World) -> tuple[Link, float, float]:
     throttle = Counting(LIMIT, 1)
     start = time.monotonic()
-    link = Probe(throttle.through(sibling(dist.group.WORLD, CPU)), world, CPU, LIMIT).link()
+    link = LinkProbe(throttle.through(sibling(dist.group.WORLD, CPU)), world, CPU, LIMIT).link()
     throttle.close()
     return link, time.monotonic() - start, throttle.nbytes
 
@@ -110,7 +110,7 @@ def two_levels(world: World, limit: RateLimit | None) -> Link:
     throttle = Throttle(limit, 2)
     local, inter = (sibling(dist.group.WORLD, CPU, some) for some in (levels.local_ranks, levels.counterparts))
     whole = throttle.through(sibling(dist.group.WORLD, CPU))
-    link = Probe(whole, world, CPU, limit, levels, {"local": local, "inter": throttle.through(inter)}).link()
+    link = LinkProbe(whole, world, CPU, limit, levels, {"local": local, "inter": throttle.through(inter)}).link()
     throttle.close()
     return link
 

@@ -14,7 +14,7 @@ import commlib
 from commlib.groups.world import World
 from commlib.planning.manager import manager
 from commlib.planning.manager.decision import Decision
-from commlib.planning.manager.measurements import Figures
+from commlib.planning.manager.measurements import Measurements
 from tests.support.rank_pool import Fleet
 from tests.support.tiers import full
 from tests.support.tiny_ddp import same_everywhere
@@ -49,7 +49,7 @@ class Whim:
     def first(self) -> Decision:
         return Decision(steps=2, probe=False)
 
-    def review(self, f: Figures) -> Decision:
+    def review(self, f: Measurements) -> Decision:
         self._count += 1
         routes = {}
         for name, unit in self._model.units.items():

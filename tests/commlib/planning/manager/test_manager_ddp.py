@@ -15,7 +15,7 @@ import commlib
 from commlib.groups.world import World
 from commlib.planning.manager import manager
 from commlib.planning.manager.decision import Decision
-from commlib.planning.manager.measurements import Figures
+from commlib.planning.manager.measurements import Measurements
 from tests.support.rank_pool import Fleet
 from tests.support.tiers import full
 from tests.support.tiny_ddp import heard, same_everywhere, say
@@ -38,12 +38,12 @@ class Script:
     def __init__(self, model: Any) -> None:
         self.layers = [u.name for u in model.units.values() if u.shape is not None][::-1]
         self.on = False
-        self.seen: list[Figures] = []
+        self.seen: list[Measurements] = []
 
     def first(self) -> Decision:
         return Decision(steps=2, probe=False)
 
-    def review(self, f: Figures) -> Decision:
+    def review(self, f: Measurements) -> Decision:
         self.on = not self.on
         self.seen.append(f)
         routes = dict.fromkeys(self.layers, "factors") if self.on else {}
@@ -53,7 +53,7 @@ class Script:
 class Clumsy(Script):
     """A head with a bug."""
 
-    def review(self, f: Figures) -> Decision:
+    def review(self, f: Measurements) -> Decision:
         raise ZeroDivisionError("a bug")
 
 

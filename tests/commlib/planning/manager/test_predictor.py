@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlib.messaging.link_model import AlphaBeta, Link
-from commlib.planning.manager.candidates import Model, routes
-from commlib.planning.manager.measurements import Figures
-from commlib.planning.manager.predictor import Knowledge
+from commlib.planning.manager.candidates import CandidateModel, routes
+from commlib.planning.manager.measurements import Measurements
+from commlib.planning.manager.predictor import Predictor
 from commlib.runtime.layers import LayerSpec
 
 LINK = Link(4, AlphaBeta(1e-4, 1e-7), AlphaBeta(1e-4, 1e-7))
@@ -20,25 +20,25 @@ SHAPES = [(300, 400), (100, 300), (50, 100)]
 NAMES = [f"l{i}" for i in range(len(SHAPES))]
 
 
-def model() -> Model:
+def model() -> CandidateModel:
     specs = [
         LayerSpec(f"{n}.weight", shape, torch.float32, torch.device("cpu"), "linear.weight", layer=n)
         for n, shape in zip(NAMES, SHAPES, strict=True)
     ]
-    return Model(specs, NAMES)
+    return CandidateModel(specs, NAMES)
 
 
-def dense_steps(span: float, gaps: list[float]) -> Figures:
+def dense_steps(span: float, gaps: list[float]) -> Measurements:
     """Layers' buckets so many seconds one after the other, the last layer's first."""
     ready = tuple(sum(gaps[: i + 1]) for i in range(3))
     names = tuple((f"{n}.weight",) for n in reversed(NAMES))
     seen = {n: t - 1e-3 for n, t in zip(reversed(NAMES), ready, strict=True)}
     rows = dict.fromkeys(NAMES, 4)
-    return Figures(5, span, 0.0, ready, names, ready[-1], seen, rows, arithmetic="alike")
+    return Measurements(5, span, 0.0, ready, names, ready[-1], seen, rows, arithmetic="alike")
 
 
-def known(drag: float, f: Figures) -> Knowledge:
-    found = Knowledge(model())
+def known(drag: float, f: Measurements) -> Predictor:
+    found = Predictor(model())
     found.computed(dataclasses.replace(f, products=dict.fromkeys(NAMES, (1e-4, 4e-4))))
     found.link = dataclasses.replace(LINK, drag=drag)
     found.dense_steps(f, watched=True)

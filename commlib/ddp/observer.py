@@ -169,7 +169,7 @@ class PassiveObserver:
     # -- what the model's hooks tell --
 
     def begin(self, syncing: bool) -> None:
-        """As :meth:`commlib.runtime.autograd.Beginner.begin`.
+        """As :meth:`commlib.runtime.autograd.ForwardListener.begin`.
 
         Raises:
             ValueError: the model has been given a hook meanwhile, beside which nothing else can be chosen any more.

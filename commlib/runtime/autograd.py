@@ -38,14 +38,14 @@ def untraced(call: _Call, reason: str | None = None) -> _Call:
     return disable(call, **({"reason": reason} if told else {}))
 
 
-class Beginner(Protocol):
+class ForwardListener(Protocol):
     """Who wants to know."""
 
     def begin(self, syncing: bool, /) -> None:
         """A forward pass begins; ``syncing``: not within ``no_sync``, so its backward pass ends with an exchange."""
 
 
-def before_forward(ddp: DistributedDataParallel, who: Beginner, *, keep: bool = False) -> Any:
+def before_forward(ddp: DistributedDataParallel, who: ForwardListener, *, keep: bool = False) -> Any:
     """Tell somebody of every forward pass of the model.
 
     Args:
@@ -62,7 +62,7 @@ def before_forward(ddp: DistributedDataParallel, who: Beginner, *, keep: bool = 
 class _Before:
     """The hook itself; copying the model copies it without what it points at."""
 
-    def __init__(self, who: Callable[[], Beginner | None]) -> None:
+    def __init__(self, who: Callable[[], ForwardListener | None]) -> None:
         self._who, self._untraced = who, untraced(_tell)
 
     def __call__(self, ddp: DistributedDataParallel, inputs: Sequence[Any]) -> None:
@@ -72,7 +72,7 @@ class _Before:
         return _nothing, ()
 
 
-def _tell(who: Callable[[], Beginner | None], ddp: DistributedDataParallel) -> None:
+def _tell(who: Callable[[], ForwardListener | None], ddp: DistributedDataParallel) -> None:
     if (it := who()) is not None:
         it.begin(bool(ddp.require_backward_grad_sync))
 

@@ -122,7 +122,7 @@ def _some(names: Iterable[str]) -> str:
 _SHARDS = "the parameter server's shards update the parameters: call server.step()"
 
 
-class Guard:
+class StepGuard:
     """Over one optimizer, until :meth:`remove`: its ``step()`` raises CommlibError.
 
     Args:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-class Mark:
+class StreamEvent:
     """A moment in a stream's work; on the CPU it is past."""
 
     def __init__(self, event: Any = None, device: torch.device | None = None) -> None:
@@ -30,7 +30,7 @@ class Mark:
             self._event.synchronize()
 
 
-class Lane:
+class CopyStream:
     """One direction.
 
     Args:
@@ -42,13 +42,13 @@ class Lane:
         self._stream: Any = stream(device) if device.type == "cuda" else None
         self._device = device
 
-    def now(self) -> Mark:
+    def now(self) -> StreamEvent:
         """All that the current stream has been given so far."""
         if self._stream is None:
-            return Mark()
-        return Mark(torch.cuda.current_stream(self._device).record_event(), self._device)
+            return StreamEvent()
+        return StreamEvent(torch.cuda.current_stream(self._device).record_event(), self._device)
 
-    def copy(self, into: Tensor, source: Tensor, *after: Mark) -> Mark:
+    def copy(self, into: Tensor, source: Tensor, *after: StreamEvent) -> StreamEvent:
         """Copies behind these marks, and what was copied here before; when it is done.
 
         One of the tensors is in the host's memory, and pinned (:func:`host`). PyTorch's allocators give the memory of
@@ -56,13 +56,13 @@ class Lane:
         """
         if self._stream is None:
             into.copy_(source)
-            return Mark()
+            return StreamEvent()
         with torch.cuda.stream(self._stream):
             for mark in after:
                 mark.hold()
             into.copy_(source, non_blocking=True)  # marks the pinned one as in use by this stream
             (into if into.is_cuda else source).record_stream(self._stream)
-            return Mark(self._stream.record_event(), self._device)
+            return StreamEvent(self._stream.record_event(), self._device)
 
 
 def host(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -22,7 +22,7 @@ from commlib.planning.plan import Plan
 from commlib.planning.route import Rules
 from commlib.runtime.amp import Scale, finite
 from commlib.runtime.layers import layer_specs, one_device, refuse_sparse, trained_parameters
-from commlib.runtime.optimizers import Guard, by_group
+from commlib.runtime.optimizers import StepGuard, by_group
 from commlib.telemetry.stats import Stats
 from commlib.zero import bucket_order, checkpoint
 from commlib.zero.bucket_order import BucketOrder, StepVerdict, hook_of
@@ -112,7 +112,7 @@ class ShardedStep:
         self._take_over({id(p): n for n, p in self._parameters.items()})
         self._traffic = ZeroCommunicator(group, key, world, buckets, seed, one_device(specs))
         self._arrivals = BucketOrder([[cut.spec.name for cut in cuts] for cuts in buckets])
-        self._guard = Guard(optimizer, "ranks update their parts of the parameters: call step() of the ShardedStep")
+        self._guard = StepGuard(optimizer, "ranks update their parts of the parameters: call step() of the ShardedStep")
         self._verdict: StepVerdict | None = None
         self._closed, self._syncing, self._saved = False, True, 0
         self.steps = self.refused = 0

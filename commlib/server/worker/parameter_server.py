@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from commlib.errors import CommlibError
 from commlib.groups.world import World
 from commlib.runtime.amp import Scaled
-from commlib.runtime.optimizers import Guard, by_group, groups_of, plain
+from commlib.runtime.optimizers import StepGuard, by_group, groups_of, plain
 from commlib.server.job.chunks import NBYTES
 from commlib.server.job.consistency import Consistency
 from commlib.server.job.consistency import make as make_rule
@@ -155,7 +155,7 @@ class ParameterServer(Traceable):
         self._cache = Cache(client, chunks, on) if self._background else None
         self._syncer = Syncer(model, self._parameters, chunks, client, self._options, own, self._scaled, self._cache)
         self._traces(model, self._worker.id, self._syncer, self._worker.client.flights)
-        self._guard = Guard(self._optimizer)
+        self._guard = StepGuard(self._optimizer)
         try:
             if self._worker.first:
                 flat = {n: p.detach().reshape(-1) for n, p in self._parameters.items()}

@@ -35,7 +35,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from commlib.runtime.streams import Lane, Mark, host
+from commlib.runtime.streams import CopyStream, StreamEvent, host
 from commlib.server.job.chunks import Chunk
 from commlib.server.worker.buffer_planner import Rooms, Stay, plan
 
@@ -98,7 +98,7 @@ class _Out:
     """A gradient's copy on its way out: which operation of all it was, and when it is done."""
 
     number: int
-    done: Mark
+    done: StreamEvent
 
 
 class Cache:
@@ -123,11 +123,11 @@ class Cache:
         self._rooms, self._arena = Rooms({}, 0), torch.empty(0, dtype=torch.uint8, device=device)
         self._number = 0  # operations ever
         self._outs: collections.deque[_Out] = collections.deque()
-        self._past = Mark()  # of the newest that may have had to make room
+        self._past = StreamEvent()  # of the newest that may have had to make room
         self._handed: dict[str, Future[None]] = {}  # key → its newest push
         self._asked: set[str] = set()  # keys whose values nobody is waiting for yet
-        self._coming: dict[str, Future[tuple[Values, Mark]]] = {}
-        self._out_lane, self._in_lane = Lane(device), Lane(device)
+        self._coming: dict[str, Future[tuple[Values, StreamEvent]]] = {}
+        self._out_lane, self._in_lane = CopyStream(device), CopyStream(device)
         self._hands = ThreadPoolExecutor(1, "commlib-cache-out")
         self._fetches = ThreadPoolExecutor(1, "commlib-cache-in")
         self.plans = 0
@@ -229,7 +229,7 @@ class Cache:
         begin = self._rooms.offsets[i]
         return self._arena[begin : begin + chunk.nbytes].view(chunk.dtype)
 
-    def _ended(self) -> Mark:
+    def _ended(self) -> StreamEvent:
         """The newest copy out whose buffer may have been given to somebody else."""
         while self._outs and self._outs[0].number < self._number - self._reach:
             self._past = self._outs.popleft().done
@@ -248,11 +248,13 @@ class Cache:
             if kind == "take" and key in self._asked:
                 self._coming[key] = self._fetch(key, self._planned(i % len(known)))
 
-    def _fetch(self, key: str, row: Tensor) -> Future[tuple[Values, Mark]]:
+    def _fetch(self, key: str, row: Tensor) -> Future[tuple[Values, StreamEvent]]:
         self._asked.discard(key)
         return self._fetches.submit(self._move, key, row, self._handed.get(key), self._in_lane.now(), self._ended())
 
-    def _move(self, key: str, row: Tensor, handed: Future[None] | None, *after: Mark) -> tuple[Values, Mark]:
+    def _move(
+        self, key: str, row: Tensor, handed: Future[None] | None, *after: StreamEvent
+    ) -> tuple[Values, StreamEvent]:
         """In the thread that waits for values."""
         if handed is not None:
             handed.result()  # what asks for them
@@ -264,7 +266,7 @@ class Cache:
         return (row, included), self._in_lane.copy(row, there, *after)
 
 
-def _hand(there: Tensor, row: Tensor, done: Mark, send: Callable[[Tensor], None]) -> None:
+def _hand(there: Tensor, row: Tensor, done: StreamEvent, send: Callable[[Tensor], None]) -> None:
     """In the thread that hands over; ``row`` is only held until its copy is done."""
     done.wait()
     send(there)

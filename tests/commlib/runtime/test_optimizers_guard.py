@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 import commlib
-from commlib.runtime.optimizers import Guard
+from commlib.runtime.optimizers import StepGuard
 
 
 def test_its_user_cannot_step_it_until_the_guard_goes_not_even_after_one_of_its_steps_has_failed() -> None:
     p = nn.Parameter(torch.zeros(()))
     p.grad = torch.ones(())
     optimizer = torch.optim.SGD([p], lr=1.0)
-    guard = Guard(optimizer)
+    guard = StepGuard(optimizer)
     with pytest.raises(commlib.CommlibError, match=r"call server\.step\(\), not optimizer\.step\(\)"):
         optimizer.step()
     assert p.item() == 0.0

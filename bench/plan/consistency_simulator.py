@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Mapping
 
 from commlib.server.job.consistency import Consistency
-from commlib.server.job.version_ledger import Ledger
+from commlib.server.job.version_ledger import VersionLedger
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class _Simulation:
         self._rule, self._steps, self._compute, self._travel = rule, steps, compute, travel
         self._evaluate, self._evaluated = evaluate, 0
         self._threshold = rule.threshold()
-        self._ledger: Ledger[int] = Ledger(range(workers), self._threshold)
+        self._ledger: VersionLedger[int] = VersionLedger(range(workers), self._threshold)
         self._now, self._order = 0.0, itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._sent = [0.0] * workers  # when the last message of each arrives

@@ -20,12 +20,12 @@ from rich.table import Table
 
 from commlib.errors import CommlibError
 from commlib.server.membership import rendezvous
-from commlib.server.membership.registry import LEAVING, SHARD, WORKER, Roll
+from commlib.server.membership.registry import LEAVING, SHARD, WORKER, MembershipStore
 from commlib.server.shard.serve import serve
 from commlib.server.storage.snapshot_policy import Snapshots
 
 
-def look(roll: Roll) -> dict[str, Any]:
+def look(roll: MembershipStore) -> dict[str, Any]:
     """What the members of a job told of themselves last: plain values.
 
     ``state`` is ``nothing`` (nobody has come), ``waiting``, ``training`` or ``over``. Of each member, its name,
@@ -155,7 +155,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Who takes part in a job, how far each is, and what was sent."""
-    found = look(Roll(rendezvous.visit(at, job, timeout), timeout))
+    found = look(MembershipStore(rendezvous.visit(at, job, timeout), timeout))
     print(json.dumps(found)) if as_json else show(found, at, job)
 
 

@@ -18,8 +18,8 @@ from commlib.groups.world import World
 from commlib.messaging import keys
 from commlib.runtime.optimizers import Recipe, Replace
 from commlib.server.job.consistency import BSP
-from commlib.server.job.job import Job
-from commlib.server.shard.chunk_state import Cell
+from commlib.server.job.job import ServerJob
+from commlib.server.shard.chunk_state import ChunkState
 from commlib.server.storage.snapshot import load
 from tests.support.rank_pool import Fleet
 
@@ -68,21 +68,21 @@ def test_a_plan_file_gives_every_layer_the_route_it_had(fleet: Fleet) -> None:
 
 def test_a_jobs_bytes_and_what_tells_jobs_apart_are_what_they_were() -> None:
     data = (FILES / "job.msgpack").read_bytes()
-    job = Job.unpack(data)
+    job = ServerJob.unpack(data)
     assert [recipe.kind for recipe in job.recipes] == [torch.optim.AdamW, Replace]
     assert job.pack() == data
     assert (job.fingerprint, job.model) == ("f576957b4241beda", "97789b4f7d02ce76")
 
 
 def test_a_snapshot_gives_a_shard_its_values_and_optimizers() -> None:
-    job = Job.unpack((FILES / "job.msgpack").read_bytes())
+    job = ServerJob.unpack((FILES / "job.msgpack").read_bytes())
     loaded = load(FILES / "snapshots")
     assert loaded.abouts == {"shard0": {"fingerprint": job.model, "clock": 1}}
     values = torch.load(FILES / "values.pt", weights_only=True)
     assert set(loaded.cells) == set(job.chunks) == set(values)
     for key, chunk in job.chunks.items():
         recipe: Recipe = job.recipes[job.chosen[chunk.names[0]]]
-        cell = Cell(torch.zeros(chunk.numel), recipe.make, range(2), BSP().threshold())
+        cell = ChunkState(torch.zeros(chunk.numel), recipe.make, range(2), BSP().threshold())
         cell.load_state_dict(loaded.cells[key])
         assert torch.equal(cell.values, values[key])
         assert plain(cell.state_dict()) == plain(loaded.cells[key])

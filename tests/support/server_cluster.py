@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 import commlib
 from commlib.server.membership import rendezvous
-from commlib.server.membership.registry import Roll
+from commlib.server.membership.registry import MembershipStore
 from commlib.server.shard.serve import serve
 from commlib.server.storage.snapshot_policy import Snapshots
 
@@ -89,11 +89,11 @@ class Cluster:
 
     def await_job(self) -> None:
         """Until a worker has said what is to be trained."""
-        Roll(rendezvous.visit(self.address, "default", self._timeout), self._timeout).job(self._timeout)
+        MembershipStore(rendezvous.visit(self.address, "default", self._timeout), self._timeout).job(self._timeout)
 
     def shards_in_use(self) -> int:
         """How many shards of the newest view own values."""
-        roll = Roll(rendezvous.visit(self.address, "default", self._timeout), self._timeout)
+        roll = MembershipStore(rendezvous.visit(self.address, "default", self._timeout), self._timeout)
         return len({name for owners in roll.epoch(roll.newest()).view.places.values() for name in owners})
 
     def await_shards(self) -> None:

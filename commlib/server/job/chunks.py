@@ -42,7 +42,7 @@ def group_of(key: str) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class ParameterPiece:
     """Values ``begin`` to ``end`` − 1 of a parameter, flattened."""
 
     name: str
@@ -60,7 +60,7 @@ class Chunk:
         group: of shards that keep them; None: there is but one.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParameterPiece, ...]
     dtype: torch.dtype
     group: int | None = None
 
@@ -131,19 +131,19 @@ def _chunks(
     alike: Callable[[str], Hashable],
     whole: Callable[[str], bool],
 ) -> Iterator[Chunk]:
-    open_: dict[tuple[Hashable, torch.dtype], list[Piece]] = {}
+    open_: dict[tuple[Hashable, torch.dtype], list[ParameterPiece]] = {}
     for name, p in parameters.items():
         size = p.dtype.itemsize
         if whole(name):
-            yield Chunk((Piece(name, 0, p.numel()),), p.dtype)
+            yield Chunk((ParameterPiece(name, 0, p.numel()),), p.dtype)
         elif p.numel() * size >= small:
-            yield from (Chunk((Piece(name, a, b),), p.dtype) for a, b in _ranges(p, nbytes))
+            yield from (Chunk((ParameterPiece(name, a, b),), p.dtype) for a, b in _ranges(p, nbytes))
         elif p.numel():
             row = open_.setdefault((alike(name), p.dtype), [])
             if size * (p.numel() + sum(r.end - r.begin for r in row)) > small:
                 yield Chunk(tuple(row), p.dtype)
                 row.clear()
-            row.append(Piece(name, 0, p.numel()))
+            row.append(ParameterPiece(name, 0, p.numel()))
     yield from (Chunk(tuple(row), dtype) for (_, dtype), row in open_.items() if row)
 
 

@@ -18,13 +18,13 @@ from commlib.runtime.layers import LayerSpec
 from commlib.runtime.optimizers import Recipe, Replace
 from commlib.server.job.chunks import NBYTES, Chunk, cut
 from commlib.server.job.consistency import Consistency, make
-from commlib.server.protocol.value_coding import Coding, way, way_of_values
+from commlib.server.protocol.value_coding import ValueCoding, way, way_of_values
 
 GO_ON, FAIL = "go on", "fail"
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class ServerJob:
     """A job.
 
     Args:
@@ -38,7 +38,7 @@ class Job:
         mean: pushes count 1/P each, else 1.
         lost: what becomes of the others if a worker is lost: they go on, or fail.
         patience: seconds of silence after which a member may be given up
-            (:class:`~commlib.server.membership.failure_detector.Pulse`).
+            (:class:`~commlib.server.membership.failure_detector.FailureDetector`).
         nbytes: of a chunk, at most.
         priority: what the next forward pass needs first overtakes what waits to be sent.
         push: how gradients are coded (:func:`~commlib.server.protocol.value_coding.way`).
@@ -107,10 +107,10 @@ class Job:
         return {key: i for i, key in enumerate(self.chunks)} if self.priority else {}
 
     @property
-    def coding(self) -> Coding:
+    def coding(self) -> ValueCoding:
         """How gradients and values travel. A parameter in one piece is to codecs what it is, others are a row."""
         layers = {key: LayerSpec(key, self._shape(c)) for key, c in self.chunks.items() if c.dtype == torch.float32}
-        return Coding(way(self.push), way_of_values(self.pull), layers)
+        return ValueCoding(way(self.push), way_of_values(self.pull), layers)
 
     def _shape(self, chunk: Chunk) -> tuple[int, ...]:
         shape = self.parameters[chunk.names[0]][0]
@@ -140,7 +140,7 @@ class Job:
         return bytes(msgpack.packb(fields | {"recipes": made}))
 
     @staticmethod
-    def unpack(data: bytes) -> Job:
+    def unpack(data: bytes) -> ServerJob:
         """From bytes.
 
         Raises:
@@ -150,11 +150,11 @@ class Job:
             found: dict[str, Any] = msgpack.unpackb(data)
             found["recipes"] = tuple(Recipe(_kind(name), _tuples(options)) for name, options in found["recipes"])
             found["parameters"] = {n: (tuple(shape), dtype) for n, (shape, dtype) in found["parameters"].items()}
-            return Job(**found)
+            return ServerJob(**found)
         except (ValueError, TypeError, KeyError, msgpack.UnpackException) as e:
             raise CommlibError(f"what the job's members agreed on cannot be read here ({e}): another version?") from e
 
-    def check(self, other: Job, whose: str) -> None:
+    def check(self, other: ServerJob, whose: str) -> None:
         """That another has the same.
 
         Raises:

@@ -4,8 +4,8 @@ A worker at clock c that reads needs every update stamped ≤ c − s − 1, and
 stamp c + s. With s = 0 (BSP) the pushes of a step are applied as one, in the order of workers, once all are there: so a
 read at c has exactly those stamped ≤ c − 1, and the result is the same whatever came first.
 
-:class:`Ledger` is what a shard keeps for a range of keys; :func:`fresh` is the one rule by which it answers reads, and
-by which a worker takes what it has cached.
+:class:`VersionLedger` is what a shard keeps for a range of keys; :func:`fresh` is the one rule by which it answers
+reads, and by which a worker takes what it has cached.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def fresh(included: Mapping[int, int], worker: int, clock: int, staleness: int |
     return staleness is None or all(n >= clock - staleness for w, n in included.items() if w != worker)
 
 
-class Ledger(Generic[T]):
+class VersionLedger(Generic[T]):
     """Whose pushes of a range of keys are in, and which are to be applied next.
 
     Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 _MEAN, _DEVIATION, _TIMES = 1 / 8, 1 / 4, 4.0
 
 
-class Pulse:
+class FailureDetector:
     """Of one member.
 
     Args:

@@ -20,7 +20,7 @@ from commlib.server.job.chunks import group_of
 _PLACES = 64  # of a shard: preferences are uneven by an eighth or so
 
 
-class Ring:
+class HashRing:
     """Immutable.
 
     Args:
@@ -61,16 +61,18 @@ class Ring:
         g, n = group_of(key), len(self.shards)
         return self.shards[g * n // self.groups : (g + 1) * n // self.groups]
 
-    def joined(self, shard: str) -> Ring:
+    def joined(self, shard: str) -> HashRing:
         """With one more."""
-        return Ring([*self.shards, shard], self.groups)
+        return HashRing([*self.shards, shard], self.groups)
 
-    def left(self, shard: str) -> Ring:
+    def left(self, shard: str) -> HashRing:
         """Without this one."""
-        return Ring((name for name in self.shards if name != shard), self.groups)
+        return HashRing((name for name in self.shards if name != shard), self.groups)
 
 
-def place(ring: Ring, nbytes: Mapping[str, int], copies: int = 1, slack: float = 0.05) -> dict[str, tuple[str, ...]]:
+def place(
+    ring: HashRing, nbytes: Mapping[str, int], copies: int = 1, slack: float = 0.05
+) -> dict[str, tuple[str, ...]]:
     """Key → its owner and the shards of its replicas, for all who have the same ring and keys.
 
     Large keys are placed first. No shard owns more than (1 + slack) of its share, and one key.

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from commlib.errors import CommlibError
-from commlib.server.job.job import Job
-from commlib.server.membership.failure_detector import Pulse
-from commlib.server.membership.leader import Over, Seen, Want, decide
-from commlib.server.membership.registry import LEAVING, LEFT, SHARD, Epoch, Member, Report, Roll
+from commlib.server.job.job import ServerJob
+from commlib.server.membership.failure_detector import FailureDetector
+from commlib.server.membership.leader import JobOver, MembersSeen, WantReports, decide
+from commlib.server.membership.registry import LEAVING, LEFT, SHARD, Epoch, Member, MembershipStore, ShardReport
 
 _log = logging.getLogger("commlib")
 _LOOKS = 16  # in the time that a member may be silent
@@ -43,15 +43,15 @@ class Membership:
 
     def __init__(
         self,
-        roll: Roll,
+        roll: MembershipStore,
         me: Member,
-        job: Job,
+        job: ServerJob,
         epoch: Epoch,
         *,
         name: str,
         on_epoch: Callable[[Epoch], None],
         on_over: Callable[[str], None],
-        report: Callable[[int], Report | None],
+        report: Callable[[int], ShardReport | None],
         status: Callable[[], Mapping[str, Any]],
     ) -> None:
         self._roll, self._me, self._job = roll, me, job
@@ -60,8 +60,8 @@ class Membership:
         self._nbytes = {key: chunk.nbytes for key, chunk in job.chunks.items()}
         self._interval = min(_SLOWEST_S, job.patience / _LOOKS)
         self._places: dict[int, Member] = {}
-        self._pulses: dict[int, Pulse] = {}
-        self._reported: tuple[int, Report] | None = None
+        self._pulses: dict[int, FailureDetector] = {}
+        self._reported: tuple[int, ShardReport] | None = None
         self._settled: object = None  # what was known when nothing was to be done
         self._beats, self._looked = 0, time.monotonic()
         self._leaving = False
@@ -141,7 +141,7 @@ class Membership:
                 self._reported = number, report
         members = {m.id: m for m in self._roll.members(self._places).values() if m.id not in self._epoch.gone}
         words = self._roll.beats(members)
-        seen = Seen(members, words, self._silent(members, words))
+        seen = MembersSeen(members, words, self._silent(members, words))
         if self._me.id != min(seen.living(SHARD, self._epoch.gone).keys() & self._epoch.members.keys(), default=None):
             return None
         reports = self._roll.reports(number, self._epoch.of(SHARD)) if self._roll.wanted() == number else {}
@@ -151,9 +151,9 @@ class Membership:
             return None
         next_ = decide(self._job, self._nbytes, self._epoch, seen, reports)
         self._settled = known if next_ is None else None
-        if isinstance(next_, Want):
+        if isinstance(next_, WantReports):
             self._roll.want(number)
-        elif isinstance(next_, Over):
+        elif isinstance(next_, JobOver):
             self._roll.end(next_.why)
         elif next_ is not None:
             self._roll.propose(self._name, next_, self._me.id)
@@ -165,7 +165,7 @@ class Membership:
         away, self._looked = now - self._looked > 4 * self._interval, now
         silent = {}
         for i in ids:
-            pulse = self._pulses.setdefault(i, Pulse(now, self._job.patience))
+            pulse = self._pulses.setdefault(i, FailureDetector(now, self._job.patience))
             if away:
                 pulse.excuse(now)
             pulse.hear(now, words[i])

@@ -10,26 +10,26 @@ import dataclasses
 from collections.abc import Mapping
 
 from commlib.errors import PeerLost
-from commlib.server.job.job import FAIL, Job
-from commlib.server.membership.hash_ring import Ring, place
-from commlib.server.membership.registry import LEAVING, LEFT, SHARD, WORKER, Epoch, Member, Report
+from commlib.server.job.job import FAIL, ServerJob
+from commlib.server.membership.hash_ring import HashRing, place
+from commlib.server.membership.registry import LEAVING, LEFT, SHARD, WORKER, Epoch, Member, ShardReport
 from commlib.server.membership.view import first, following
 
 
 @dataclasses.dataclass(frozen=True)
-class Over:
+class JobOver:
     """Everything ends."""
 
     why: str
 
 
 @dataclasses.dataclass(frozen=True)
-class Want:
+class WantReports:
     """All shards are to report, for the next view."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Seen:
+class MembersSeen:
     """What is known of members, by id.
 
     Args:
@@ -55,7 +55,7 @@ class Seen:
         return self.words.get(id, "").startswith(LEAVING)
 
 
-def begin(job: Job, seen: Seen) -> Epoch | None:
+def begin(job: ServerJob, seen: MembersSeen) -> Epoch | None:
     """The first view, once all are there that are to begin.
 
     Args:
@@ -66,14 +66,14 @@ def begin(job: Job, seen: Seen) -> Epoch | None:
     if len(shards) < job.shards or len(workers) < job.workers:
         return None
     groups = job.rule.server_groups
-    ring = Ring((m.name for m in shards.values()), groups)
+    ring = HashRing((m.name for m in shards.values()), groups)
     nbytes = {key: c.nbytes for key, c in job.chunks.items()}
     return Epoch(first(ring, workers, nbytes, job.copies), shards | workers)
 
 
 def decide(
-    job: Job, nbytes: Mapping[str, int], now: Epoch, seen: Seen, reports: Mapping[int, Report]
-) -> Epoch | Want | Over | None:
+    job: ServerJob, nbytes: Mapping[str, int], now: Epoch, seen: MembersSeen, reports: Mapping[int, ShardReport]
+) -> Epoch | WantReports | JobOver | None:
     """What follows.
 
     Args:
@@ -93,29 +93,31 @@ def decide(
     news = _news(now, seen, shards | workers)
     lost = [i for i in now.of(WORKER) if i in seen.silent]
     if lost and job.lost == FAIL:
-        return Over(f"{news}; the job fails with a worker (lost={FAIL!r})")
+        return JobOver(f"{news}; the job fails with a worker (lost={FAIL!r})")
     if not workers:
-        return Over(f"no worker is left: {news}" if lost else "all workers have left")
+        return JobOver(f"no worker is left: {news}" if lost else "all workers have left")
     if groups > 1 and (shards.keys() < now.of(SHARD).keys() or any(map(seen.leaving, shards))):
         told = news or "a shard is to leave"
-        return Over(f"{told}; groups of servers need all of their shards")
+        return JobOver(f"{told}; groups of servers need all of their shards")
     staying = [m.name for i, m in shards.items() if not seen.leaving(i)]
     if not staying:
-        return Over(f"{news}: no shard is left") if not shards else None  # the last one cannot go as long as any trains
-    ring = Ring(staying, groups)
+        return (
+            JobOver(f"{news}: no shard is left") if not shards else None
+        )  # the last one cannot go as long as any trains
+    ring = HashRing(staying, groups)
     settled = now.view.places == place(ring, nbytes, job.copies)
     if settled and (shards | workers).keys() == now.members.keys():
         return None
     reporting = [i for i in now.of(SHARD) if i in shards]
     if any(i not in reports for i in reporting):
-        return Want()
+        return WantReports()
     going = {m.name for i, m in shards.items() if seen.leaving(i)}
     whole = {shards[i].name: reports[i].whole for i in reporting}
     clock = max((reports[i].clock for i in reporting), default=0)
     try:
         view = following(now.view, ring, workers, nbytes, whole, clock, job.copies, going)
     except PeerLost as e:
-        return Over(f"{news}: {e}" if news else str(e))
+        return JobOver(f"{news}: {e}" if news else str(e))
     used = {name for at in view.places.values() for name in at}
     done = {i for i, m in shards.items() if m.name in going and m.name not in used}
     members = {i: m for i, m in (shards | workers).items() if i not in done}
@@ -125,7 +127,7 @@ def decide(
     return Epoch(view, members, now.gone | (now.members.keys() - members.keys()), news)
 
 
-def _news(now: Epoch, seen: Seen, living: Mapping[int, Member]) -> str:
+def _news(now: Epoch, seen: MembersSeen, living: Mapping[int, Member]) -> str:
     came = [f"{m.name} ({m.where}) came" for i, m in living.items() if i not in now.members]
     went = [
         f"{m.name} ({m.where}) " + (f"is lost: silent for {seen.silent[i]:.1f} s" if i in seen.silent else "left")

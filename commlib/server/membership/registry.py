@@ -84,14 +84,14 @@ class Epoch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class ShardReport:
     """What a shard says before a new view: the keys that it could own, and the highest clock that it knows."""
 
     whole: frozenset[str]
     clock: int
 
 
-class Roll:
+class MembershipStore:
     """One member's access; for one thread at a time.
 
     Args:
@@ -194,17 +194,17 @@ class Roll:
         """The view for which shards are to report; 0: none."""
         return int(self._store.get("wanted")) if self._store.check(["wanted"]) else 0
 
-    def report(self, number: int, id: int, report: Report) -> None:
+    def report(self, number: int, id: int, report: ShardReport) -> None:
         """What this shard has, before a view is made."""
         self._store.set(f"report/{number}/{id}", msgpack.packb([sorted(report.whole), report.clock]))
 
-    def reports(self, number: int, ids: Iterable[int]) -> dict[int, Report]:
+    def reports(self, number: int, ids: Iterable[int]) -> dict[int, ShardReport]:
         """Those that came of these shards."""
         found = {}
         for i in ids:
             if self._store.check([f"report/{number}/{i}"]):
                 whole, clock = msgpack.unpackb(self._store.get(f"report/{number}/{i}"))
-                found[i] = Report(frozenset(whole), clock)
+                found[i] = ShardReport(frozenset(whole), clock)
         return found
 
     def begin_at(self, step: int) -> int:

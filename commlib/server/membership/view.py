@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
 from commlib.errors import PeerLost
-from commlib.server.membership.hash_ring import Ring, place
+from commlib.server.membership.hash_ring import HashRing, place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,14 +28,14 @@ class View:
     workers: Mapping[int, int]
 
 
-def first(ring: Ring, workers: Iterable[int], nbytes: Mapping[str, int], copies: int = 1) -> View:
+def first(ring: HashRing, workers: Iterable[int], nbytes: Mapping[str, int], copies: int = 1) -> View:
     """Before anything was pushed: everyone has what it keeps."""
     return View(0, place(ring, nbytes, copies), dict.fromkeys(sorted(workers), 0))
 
 
 def following(
     old: View,
-    ring: Ring,
+    ring: HashRing,
     workers: Iterable[int],
     nbytes: Mapping[str, int],
     whole: Mapping[str, Collection[str]],

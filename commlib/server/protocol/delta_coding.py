@@ -31,7 +31,7 @@ class _Copy:
     later: tuple[int, Row, _Copy] | None = None  # number of updates, what was sent then, what they have since
 
 
-class Copies:
+class DeltaCoding:
     """Of one key, at its owner.
 
     Args:
@@ -98,8 +98,8 @@ class Copies:
         return row, _Copy(serial, copy)
 
 
-class Copy:
-    """Of one key, at a worker; arguments as of :class:`Copies`."""
+class DeltaCopy:
+    """Of one key, at a worker; arguments as of :class:`DeltaCoding`."""
 
     def __init__(self, way: Way, layer: LayerSpec | None) -> None:
         self._way, self._layer = way, layer

@@ -28,7 +28,7 @@ class _Waiting:
     parts: tuple[Buffer, ...] = dataclasses.field(compare=False)
 
 
-class Rows:
+class SendQueue:
     """Of one endpoint.
 
     Args:

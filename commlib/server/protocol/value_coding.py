@@ -72,7 +72,7 @@ def way_of_values(spec: str) -> Way:
 
 
 @dataclasses.dataclass(frozen=True)
-class Coding:
+class ValueCoding:
     """Of one job.
 
     Args:
@@ -85,13 +85,13 @@ class Coding:
     pull: Way = None
     layers: Mapping[str, LayerSpec] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
 
-    def sender(self, key: str, worker: int) -> Sender:
+    def sender(self, key: str, worker: int) -> ValueEncoder:
         """Of a worker's gradients."""
-        return Sender(*self._of(self.push, key), worker)
+        return ValueEncoder(*self._of(self.push, key), worker)
 
-    def receiver(self, key: str, worker: int) -> Receiver:
+    def receiver(self, key: str, worker: int) -> ValueDecoder:
         """Of these, at the shard."""
-        return Receiver(*self._of(self.push, key), worker)
+        return ValueDecoder(*self._of(self.push, key), worker)
 
     def of_values(self, key: str) -> tuple[Way, LayerSpec | None]:
         """How a key's values travel, and what codecs are told of it."""
@@ -102,8 +102,8 @@ class Coding:
         layer = LayerSpec("warm", (64, 64))
         for chosen in (_suited(way, layer) for way in (self.push, self.pull)):
             if isinstance(chosen, Compressor):
-                sent = Sender(chosen, layer, 0).encode(torch.ones(layer.numel), 0)
-                Receiver(chosen, layer, 0).decode(sent, 0)
+                sent = ValueEncoder(chosen, layer, 0).encode(torch.ones(layer.numel), 0)
+                ValueDecoder(chosen, layer, 0).decode(sent, 0)
 
     def _of(self, chosen: Way, key: str) -> tuple[Way, LayerSpec | None]:
         layer = self.layers.get(key)
@@ -120,7 +120,7 @@ def _suited(chosen: Way, layer: LayerSpec | None) -> Way:
     return chosen
 
 
-class Sender:
+class ValueEncoder:
     """A worker's gradients of one key on their way.
 
     Args:
@@ -166,8 +166,8 @@ class Sender:
         return Content(None, payload)
 
 
-class Receiver:
-    """The other side of a :class:`Sender` with the same arguments."""
+class ValueDecoder:
+    """The other side of a :class:`ValueEncoder` with the same arguments."""
 
     def __init__(self, way: Way, layer: LayerSpec | None, worker: int) -> None:
         self._way, self._layer, self._worker = way, layer, worker

@@ -20,8 +20,8 @@ from commlib.runtime.amp import finite
 from commlib.runtime.optimizers import Replace
 from commlib.server.job.chunks import Chunk
 from commlib.server.job.consistency import Threshold
-from commlib.server.job.job import Job
-from commlib.server.job.version_ledger import Ledger
+from commlib.server.job.job import ServerJob
+from commlib.server.job.version_ledger import VersionLedger
 from commlib.server.protocol.messages import Applied
 
 
@@ -36,7 +36,7 @@ class _Given:
     refused: bool
 
 
-class Cell:
+class ChunkState:
     """A cell.
 
     Args:
@@ -72,7 +72,7 @@ class Cell:
         self._options: Mapping[str, Any] = {}
         self._threshold = threshold
         self._takes = takes
-        self._ledger: Ledger[_Given] = Ledger(filter(takes, workers), threshold, group)
+        self._ledger: VersionLedger[_Given] = VersionLedger(filter(takes, workers), threshold, group)
         self._mean, self._number = mean, 0
 
     @property
@@ -256,13 +256,13 @@ class Cell:
         ]
 
 
-def make_cell(job: Job, chunk: Chunk, workers: Mapping[int, int]) -> Cell:
+def make_cell(job: ServerJob, chunk: Chunk, workers: Mapping[int, int]) -> ChunkState:
     """Make the state of one of a job's chunks, of zeros: what it starts with is yet to be said.
 
     Args:
         job: whose.
         chunk: which.
-        workers: as :class:`Cell` has them.
+        workers: as :class:`ChunkState` has them.
     """
     recipe = job.recipes[job.chosen[chunk.pieces[0].name]]
     cut_up = recipe.by_element and len(chunk.pieces) == 1
@@ -273,4 +273,4 @@ def make_cell(job: Job, chunk: Chunk, workers: Mapping[int, int]) -> Cell:
         return chunk.group in (None, rule.server_group(worker))
 
     made, s = recipe.make, rule.threshold()
-    return Cell(values, made, workers, s, mean=job.mean, shapes=shapes, group=rule.group, takes=takes)
+    return ChunkState(values, made, workers, s, mean=job.mean, shapes=shapes, group=rule.group, takes=takes)

@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 from commlib.errors import CommlibError, PeerLost, ProtocolError
 from commlib.messaging.endpoint import Endpoint
 from commlib.messaging.frame import Buffer
-from commlib.server.membership.registry import SHARD, WORKER, Epoch, Report
+from commlib.server.membership.registry import SHARD, WORKER, Epoch, ShardReport
 from commlib.server.membership.view import View
 from commlib.server.protocol.messages import Ack, Complaint, Keys, Message, Observe, Pull, Push, Replicated, Send, Start
-from commlib.server.protocol.send_queue import Rows
+from commlib.server.protocol.send_queue import SendQueue
 from commlib.server.protocol.wire import unpack
 from commlib.server.shard.shard import Shard
 
@@ -38,7 +38,7 @@ class ShardNode:
         shard: what it serves.
         ranks: shard → its endpoint's rank. Workers' endpoints have their own ranks.
         seconds: that anything waits for it.
-        urgency: of keys (:class:`~commlib.server.protocol.send_queue.Rows`).
+        urgency: of keys (:class:`~commlib.server.protocol.send_queue.SendQueue`).
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ShardNode:
     ) -> None:
         self._endpoint, self._shard, self._seconds = endpoint, shard, seconds
         self._ranks = dict(ranks)
-        self._rows = Rows(endpoint, self._nobody, urgency)
+        self._rows = SendQueue(endpoint, self._nobody, urgency)
         self.sent = self.received = 0
         """Bytes of messages, without what frames and transports add."""
         self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -107,9 +107,9 @@ class ShardNode:
         self.connect(epoch)
         self.call(lambda shard: self._change(shard, epoch.view, {m.name: i for i, m in epoch.of(SHARD).items()}))
 
-    def report(self, number: int) -> Report | None:
+    def report(self, number: int) -> ShardReport | None:
         """What the shard has, if it has the view of this number."""
-        return self.call(lambda s: Report(s.whole, s.clock) if s.view.number == number else None)
+        return self.call(lambda s: ShardReport(s.whole, s.clock) if s.view.number == number else None)
 
     def status(self) -> dict[str, Any]:
         """How it is doing, for people."""

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from commlib.errors import CommlibError
-from commlib.server.job.job import Job
-from commlib.server.membership.registry import Roll
+from commlib.server.job.job import ServerJob
+from commlib.server.membership.registry import MembershipStore
 from commlib.server.shard.node import ShardNode
 from commlib.server.storage.snapshot import SnapshotFailed, numbers, save
-from commlib.server.storage.snapshot_policy import Keeper, Snapshots, restore
+from commlib.server.storage.snapshot_policy import SnapshotPolicy, Snapshots, restore
 
 _log = logging.getLogger("commlib")
 _LOOK_S = 0.5
@@ -28,12 +28,12 @@ class Saver:
         shard: its name; others of that name in other runs are others.
     """
 
-    def __init__(self, snapshots: Snapshots, job: Job, shard: str) -> None:
+    def __init__(self, snapshots: Snapshots, job: ServerJob, shard: str) -> None:
         self._snapshots, self._job, self._shard = snapshots, job, f"{shard}.{secrets.token_hex(4)}"
         self._next = 0.0
-        self.keeper: Keeper | None = None
+        self.keeper: SnapshotPolicy | None = None
 
-    def begin(self, roll: Roll, *, fresh: bool) -> Mapping[str, Mapping[str, Any]] | None:
+    def begin(self, roll: MembershipStore, *, fresh: bool) -> Mapping[str, Mapping[str, Any]] | None:
         """The states of all keys to begin with, if the job goes on from snapshots.
 
         Args:
@@ -53,7 +53,7 @@ class Saver:
         said = roll.begin_at(step) if fresh else roll.begun_at()
         if fresh and said != step:
             raise CommlibError(f"another shard goes on from step {said}, and this one from {step}: see {folder}")
-        self.keeper = Keeper(self._snapshots.every, said)
+        self.keeper = SnapshotPolicy(self._snapshots.every, said)
         return states
 
     def save(self, node: ShardNode) -> None:

@@ -13,12 +13,12 @@ import torch
 from commlib.errors import CommlibError
 from commlib.messaging.endpoint import Endpoint
 from commlib.messaging.registry import WINDOW, door
-from commlib.server.job.job import Job
+from commlib.server.job.job import ServerJob
 from commlib.server.job.worker_groups import Topology
 from commlib.server.membership import rendezvous
 from commlib.server.membership.heartbeat import Membership
-from commlib.server.membership.registry import LEFT, PLACED, SHARD, Epoch, Member, Roll, place
-from commlib.server.shard.chunk_state import Cell, make_cell
+from commlib.server.membership.registry import LEFT, PLACED, SHARD, Epoch, Member, MembershipStore, place
+from commlib.server.shard.chunk_state import ChunkState, make_cell
 from commlib.server.shard.grouped_shard import GroupedShard
 from commlib.server.shard.node import ShardNode
 from commlib.server.shard.saver import Saver
@@ -64,7 +64,7 @@ def serve(
     """
     stop = stop or threading.Event()
     warm()
-    roll = Roll(rendezvous.visit(address, job, timeout), timeout)
+    roll = MembershipStore(rendezvous.visit(address, job, timeout), timeout)
     towards = rendezvous.parse(address)[0]
     id = roll.new_id() if number is None else PLACED + number
     with door(endpoint)(id, job=job, towards=towards, timeout=timeout, window=WINDOW) as mine:
@@ -79,10 +79,10 @@ def serve(
 
 
 def _serve_job(
-    roll: Roll,
+    roll: MembershipStore,
     mine: Endpoint,
     me: Member,
-    job: Job,
+    job: ServerJob,
     name: str,
     epoch: Epoch,
     snapshots: Snapshots | None,
@@ -97,7 +97,7 @@ def _serve_job(
         raise
     chunks, coding = job.chunks, job.coding
 
-    def cell(key: str) -> Cell:
+    def cell(key: str) -> ChunkState:
         made = make_cell(job, chunks[key], epoch.view.workers)
         if states is not None:
             made.resume(states[key])
@@ -145,17 +145,17 @@ def warm() -> None:
     torch.optim.SGD([parameter], lr=0.0).step()
 
 
-def _begun(roll: Roll) -> tuple[Job, str, Epoch] | None:
+def _begun(roll: MembershipStore) -> tuple[ServerJob, str, Epoch] | None:
     over = roll.over()
     if over is not None:
         raise CommlibError(f"the job ended before it began: {over}")
     name = roll.newest()
-    return (Job.unpack(roll.job(1.0)), name, roll.epoch(name)) if name else None
+    return (ServerJob.unpack(roll.job(1.0)), name, roll.epoch(name)) if name else None
 
 
 def _await(
-    look: Callable[[], tuple[Job, str, Epoch] | None], wait: float | None, stop: threading.Event
-) -> tuple[Job, str, Epoch]:
+    look: Callable[[], tuple[ServerJob, str, Epoch] | None], wait: float | None, stop: threading.Event
+) -> tuple[ServerJob, str, Epoch]:
     end = None if wait is None else time.monotonic() + wait
     while True:
         try:

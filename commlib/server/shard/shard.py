@@ -26,7 +26,7 @@ from typing import Any
 from commlib.codecs.filter import Content, MissingKeys
 from commlib.errors import CommlibError, ProtocolError
 from commlib.server.membership.view import View
-from commlib.server.protocol.delta_coding import Copies
+from commlib.server.protocol.delta_coding import DeltaCoding
 from commlib.server.protocol.messages import (
     Ack,
     Adopt,
@@ -43,9 +43,9 @@ from commlib.server.protocol.messages import (
     Unknown,
     Values,
 )
-from commlib.server.protocol.value_coding import Coding, Receiver
-from commlib.server.shard.chunk_state import Cell
-from commlib.server.storage.snapshot_policy import Keeper
+from commlib.server.protocol.value_coding import ValueCoding, ValueDecoder
+from commlib.server.shard.chunk_state import ChunkState
+from commlib.server.storage.snapshot_policy import SnapshotPolicy
 
 
 class Inbox:
@@ -55,9 +55,9 @@ class Inbox:
         coding: of the job.
     """
 
-    def __init__(self, coding: Coding) -> None:
+    def __init__(self, coding: ValueCoding) -> None:
         self._coding = coding
-        self._receivers: dict[tuple[str, int], Receiver] = {}
+        self._receivers: dict[tuple[str, int], ValueDecoder] = {}
         self._waiting: dict[tuple[str, int], list[Push]] = {}
 
     def take(self, push: Push) -> tuple[list[Push], list[Send]]:
@@ -105,7 +105,7 @@ class Inbox:
             return push
         return dataclasses.replace(push, gradient=self._receiver(push).decode(push.gradient, push.stamp))
 
-    def _receiver(self, push: Push) -> Receiver:
+    def _receiver(self, push: Push) -> ValueDecoder:
         at = push.key, push.worker
         if at not in self._receivers:
             self._receivers[at] = self._coding.receiver(*at)
@@ -139,11 +139,11 @@ class Shard:
         self,
         name: str,
         view: View,
-        cell: Callable[[str], Cell],
+        cell: Callable[[str], ChunkState],
         *,
         started: bool = True,
-        keeper: Keeper | None = None,
-        coding: Coding | None = None,
+        keeper: SnapshotPolicy | None = None,
+        coding: ValueCoding | None = None,
         lag: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -153,9 +153,9 @@ class Shard:
         self._cells = {key: cell(key) for key, at in view.places.items() if name in at}
         self._whole = set(self._cells if started else ())  # not those that are yet to be adopted, or to start
         self._early: list[Message] = []
-        self._coding = coding or Coding()
+        self._coding = coding or ValueCoding()
         self._inbox = Inbox(self._coding)
-        self._copies: dict[str, Copies] = {}  # of workers
+        self._copies: dict[str, DeltaCoding] = {}  # of workers
         self._lag, self._now = lag, clock
         self._told: dict[tuple[str, int], float] = {}  # (key, worker) → when it was sent values
         self._owed: dict[str, collections.deque[_Owed]] = collections.defaultdict(collections.deque)
@@ -164,7 +164,7 @@ class Shard:
         self._pulls: dict[str, dict[int, Pull]] = collections.defaultdict(dict)  # key → worker → question
 
     @property
-    def cells(self) -> Mapping[str, Cell]:
+    def cells(self) -> Mapping[str, ChunkState]:
         """By key: those that it owns, and its replicas."""
         return self._cells
 
@@ -191,7 +191,7 @@ class Shard:
 
     @property
     def due(self) -> tuple[int, dict[str, dict[str, Any]]] | None:
-        """What is to be saved now (:meth:`~commlib.server.storage.snapshot_policy.Keeper.due`)."""
+        """What is to be saved now (:meth:`~commlib.server.storage.snapshot_policy.SnapshotPolicy.due`)."""
         return self._keeper.due([key for key in self._cells if self.owns(key)]) if self._keeper else None
 
     def owns(self, key: str) -> bool:
@@ -339,7 +339,7 @@ class Shard:
             return []
         own, included = cell.values.clone(), dict(cell.included)  # what it is now, whenever it leaves
         if key not in self._copies:
-            self._copies[key] = Copies(*self._coding.of_values(key))
+            self._copies[key] = DeltaCoding(*self._coding.of_values(key))
         sends: list[Send] = []
         for p in may:
             del pulls[p.worker]

@@ -12,13 +12,13 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from commlib.errors import CheckpointMismatch
-from commlib.server.shard.chunk_state import Cell
+from commlib.server.shard.chunk_state import ChunkState
 from commlib.server.storage.snapshot import SnapshotFailed, load, numbers
 
 _log = logging.getLogger("commlib")
 
 
-class Keeper:
+class SnapshotPolicy:
     """What a shard has to save. Pure.
 
     Args:
@@ -31,7 +31,7 @@ class Keeper:
         self._states: dict[int, dict[str, dict[str, Any]]] = {}  # step → key → state
         self._last: dict[str, int] = {}  # key → the last step at which it was taken
 
-    def note(self, key: str, cell: Cell) -> None:
+    def note(self, key: str, cell: ChunkState) -> None:
         """A cell has been updated."""
         done = self._begun + min(cell.included.values(), default=0)
         step = done - done % self._every

@@ -13,7 +13,7 @@ from commlib.runtime.layers import refuse_sparse
 from commlib.server.job.staleness import Consistency
 from commlib.server.job.worker_groups import Topology
 from commlib.server.storage.snapshot_policy import Snapshots
-from commlib.server.worker.sync_policy import Rhythm
+from commlib.server.worker.sync_policy import SyncPolicy
 
 
 def check_model(model: nn.Module) -> None:
@@ -28,7 +28,7 @@ def check_model(model: nn.Module) -> None:
     refuse_sparse(model, "a parameter server")
 
 
-def check_background(background: bool, rhythm: Rhythm, scaler: Any) -> None:
+def check_background(background: bool, rhythm: SyncPolicy, scaler: Any) -> None:
     """That gradients and values can be moved in the background.
 
     Raises:

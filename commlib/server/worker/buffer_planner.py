@@ -15,7 +15,7 @@ ALIGN = 512
 
 
 @dataclasses.dataclass(frozen=True)
-class Stay:
+class BufferUse:
     """A buffer in use.
 
     Args:
@@ -36,7 +36,7 @@ class Stay:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rooms:
+class BufferPlanner:
     """A plan.
 
     Args:
@@ -48,18 +48,18 @@ class Rooms:
     nbytes: int
 
 
-def meet(a: Stay, b: Stay, period: int) -> bool:
+def meet(a: BufferUse, b: BufferUse, period: int) -> bool:
     """Whether there is an operation at which both are in use."""
     return (b.begin - a.begin) % period < a.length or (a.begin - b.begin) % period < b.length
 
 
-def peak(stays: Iterable[Stay], period: int) -> int:
+def peak(stays: Iterable[BufferUse], period: int) -> int:
     """Bytes in use at once, at most, each rounded up to :data:`ALIGN`: no plan takes less."""
     listed = list(stays)
     return max((sum(_room(s) for s in listed if s.at(i, period)) for i in range(period)), default=0)
 
 
-def plan(stays: Sequence[Stay], period: int) -> Rooms:
+def plan(stays: Sequence[BufferUse], period: int) -> BufferPlanner:
     """A place for each.
 
     Args:
@@ -74,14 +74,14 @@ def plan(stays: Sequence[Stay], period: int) -> Rooms:
             raise ValueError(f"no stay in a circle of {period} operations: {s}")
     if len({s.what for s in stays}) < len(stays):
         raise ValueError("two stays have one name")
-    placed: list[tuple[int, Stay]] = []
+    placed: list[tuple[int, BufferUse]] = []
     for stay in sorted(stays, key=lambda s: (-s.nbytes, s.begin)):
         taken = sorted((at, at + _room(s)) for at, s in placed if meet(s, stay, period))
         placed.append((_lowest(taken, _room(stay)), stay))
-    return Rooms({s.what: at for at, s in placed}, max((at + _room(s) for at, s in placed), default=0))
+    return BufferPlanner({s.what: at for at, s in placed}, max((at + _room(s) for at, s in placed), default=0))
 
 
-def _room(stay: Stay) -> int:
+def _room(stay: BufferUse) -> int:
     return -(-stay.nbytes // ALIGN) * ALIGN
 
 

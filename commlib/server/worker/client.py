@@ -20,13 +20,13 @@ from commlib.errors import CommlibError, PeerLost, ProtocolError
 from commlib.messaging.endpoint import Endpoint
 from commlib.server.membership.registry import SHARD, Epoch
 from commlib.server.protocol.messages import Ack, Complaint, Message, Pull, Push, Send, Values
-from commlib.server.protocol.send_queue import Rows
+from commlib.server.protocol.send_queue import SendQueue
 from commlib.server.protocol.wire import unpack
-from commlib.server.worker.client_state import Client
+from commlib.server.worker.client_state import ClientState
 from commlib.telemetry.trace import NONE, Trace
 
 
-class Flights:
+class RequestTrace:
     """Of one worker; in a trace each key has a row. For one thread at a time, but a trace may begin and end meanwhile.
 
     What is sent again in a new view has left when it did so first. Of a key's questions only the last is answered.
@@ -90,13 +90,13 @@ class ClientNode:
         client: of this rank.
         ranks: shard → its endpoint's rank.
         timeout: seconds that anything waits.
-        urgency: of keys (:class:`~commlib.server.protocol.send_queue.Rows`).
+        urgency: of keys (:class:`~commlib.server.protocol.send_queue.SendQueue`).
     """
 
     def __init__(
         self,
         endpoint: Endpoint,
-        client: Client,
+        client: ClientState,
         ranks: Mapping[str, int],
         timeout: float = 60.0,
         urgency: Mapping[str, int] | None = None,
@@ -105,9 +105,9 @@ class ClientNode:
         self._ranks = dict(ranks)
         self.sent = self.received = 0
         """Bytes of messages, without what frames and transports add."""
-        self.flights = Flights()
+        self.flights = RequestTrace()
         """What is recorded of messages, if anything is."""
-        self._rows = Rows(
+        self._rows = SendQueue(
             endpoint, lambda rank, why: _log.debug("nobody to send to at rank %d: %s", rank, why), urgency
         )
         self._news = threading.Condition()
@@ -158,7 +158,7 @@ class ClientNode:
             self._put([*sends, *self._client.pull(key)] if pull else sends)
 
     def pull(self, key: str, within: int | None = None, *, exact: bool = False) -> None:
-        """Asks for values (:meth:`~commlib.server.worker.client_state.Client.pull`); waits for nothing."""
+        """Asks for values (:meth:`~commlib.server.worker.client_state.ClientState.pull`); waits for nothing."""
         with self._news:
             self._check()
             self._put(self._client.pull(key, within, exact=exact))

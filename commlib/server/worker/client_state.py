@@ -1,7 +1,8 @@
 """A worker's side: what it has pushed, what of it is acknowledged, and what it waits for. Pure: messages in and out.
 
 A push is kept until it is acknowledged, and sent again to whoever owns its key in a new view; so are questions. What
-came before counts once (:class:`~commlib.server.job.version_ledger.Ledger`), so it does no harm that it comes again.
+came before counts once (:class:`~commlib.server.job.version_ledger.VersionLedger`), so it does no harm that it comes
+again.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch import Tensor
 
 from commlib.errors import ProtocolError
 from commlib.server.membership.view import View
-from commlib.server.protocol.delta_coding import Copy
+from commlib.server.protocol.delta_coding import DeltaCopy
 from commlib.server.protocol.messages import Ack, Keys, Message, Observe, Pull, Push, Send, Start, Unknown, Values
-from commlib.server.protocol.value_coding import Coding, Sender
+from commlib.server.protocol.value_coding import ValueCoding, ValueEncoder
 
 
-class Client:
+class ClientState:
     """Of one worker.
 
     Args:
@@ -29,11 +30,11 @@ class Client:
         coding: how gradients and values travel.
     """
 
-    def __init__(self, rank: int, view: View, coding: Coding | None = None) -> None:
+    def __init__(self, rank: int, view: View, coding: ValueCoding | None = None) -> None:
         self._rank, self._view = rank, view
-        self._coding = coding or Coding()
-        self._senders: dict[str, Sender] = {}
-        self._copies: dict[str, Copy] = {}
+        self._coding = coding or ValueCoding()
+        self._senders: dict[str, ValueEncoder] = {}
+        self._copies: dict[str, DeltaCopy] = {}
         self._due = dict.fromkeys(view.places, view.workers[rank])  # key → stamp of the next push
         self._kept: dict[str, dict[int, Push]] = collections.defaultdict(dict)  # key → stamp → push
         self._asked: dict[str, Pull] = {}
@@ -144,14 +145,14 @@ class Client:
         again: list[Push | Pull] = [*(p for kept in self._kept.values() for p in kept.values()), *self._asked.values()]
         return [self._to(message.key, message) for message in again]
 
-    def _sender(self, key: str) -> Sender:
+    def _sender(self, key: str) -> ValueEncoder:
         if key not in self._senders:
             self._senders[key] = self._coding.sender(key, self._rank)
         return self._senders[key]
 
-    def _copy(self, key: str) -> Copy:
+    def _copy(self, key: str) -> DeltaCopy:
         if key not in self._copies:
-            self._copies[key] = Copy(*self._coding.of_values(key))
+            self._copies[key] = DeltaCopy(*self._coding.of_values(key))
         return self._copies[key]
 
     def _to(self, key: str, message: Message) -> Send:

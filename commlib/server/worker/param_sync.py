@@ -25,15 +25,15 @@ from commlib.errors import CommlibError
 from commlib.runtime.amp import Scaled, finite
 from commlib.server.job.chunks import Chunk
 from commlib.server.job.consistency import BSP
-from commlib.server.worker.prefetch import Cache
-from commlib.server.worker.sync_policy import Rhythm
+from commlib.server.worker.prefetch import PrefetchCache
+from commlib.server.worker.sync_policy import SyncPolicy
 from commlib.telemetry.recorder import TRACK
 from commlib.telemetry.trace import NONE, Trace
 
 _log = logging.getLogger("commlib")
 
 
-class Client(Protocol):
+class PushPullClient(Protocol):
     """What pushes and pulls (:class:`~commlib.server.worker.client.ClientNode`)."""
 
     def push(
@@ -53,7 +53,7 @@ class Client(Protocol):
     def clock(self, key: str) -> int: ...
 
 
-class Syncer:
+class ParamSync:
     """Of one model, until :meth:`remove`.
 
     Args:
@@ -72,13 +72,13 @@ class Syncer:
         model: nn.Module,
         parameters: Mapping[str, nn.Parameter],
         chunks: Sequence[Chunk],
-        client: Client,
+        client: PushPullClient,
         options: Callable[[str], Mapping[str, Any]],
-        rhythm: Rhythm | None = None,
+        rhythm: SyncPolicy | None = None,
         scaled: Scaled | None = None,
-        cache: Cache | None = None,
+        cache: PrefetchCache | None = None,
     ) -> None:
-        self._rhythm, self._scaled, self._cache = rhythm or Rhythm(BSP()), scaled, cache
+        self._rhythm, self._scaled, self._cache = rhythm or SyncPolicy(BSP()), scaled, cache
         self._sums: dict[str, Tensor] = {}  # of gradients since the last push
         self._had: set[str] = set()  # parameters that are in them
         self._parameters, self._client, self._options = parameters, client, options

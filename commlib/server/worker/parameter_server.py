@@ -18,13 +18,13 @@ from commlib.runtime.optimizers import StepGuard, by_group, groups_of, plain
 from commlib.server.job.chunks import NBYTES
 from commlib.server.job.consistency import Consistency
 from commlib.server.job.consistency import make as make_rule
-from commlib.server.job.job import GO_ON, Job
+from commlib.server.job.job import GO_ON, ServerJob
 from commlib.server.worker.arguments import check_background, check_groups, check_model, count, saved, world_of
 from commlib.server.worker.embedded import Embedded
-from commlib.server.worker.param_sync import Syncer
-from commlib.server.worker.prefetch import Cache
-from commlib.server.worker.session import Terms, Worker
-from commlib.server.worker.sync_policy import Rhythm
+from commlib.server.worker.param_sync import ParamSync
+from commlib.server.worker.prefetch import PrefetchCache
+from commlib.server.worker.session import WorkerSession, WorkerTerms
+from commlib.server.worker.sync_policy import SyncPolicy
 from commlib.telemetry.recorder import Traceable
 
 _log = logging.getLogger("commlib")
@@ -126,7 +126,7 @@ class ParameterServer(Traceable):
         world, mine = world_of(workers, rank, process_group)
         rule = make_rule(consistency)
         check_groups(rule, late=late, snapshots=folder is not None)  # or raises, before anybody waits
-        check_background(background, Rhythm(rule, cache=cache), scaler)
+        check_background(background, SyncPolicy(rule, cache=cache), scaler)
         self._background, self._closed = background, False
         self._embedded: Embedded | None = None
         if kind == "embedded":
@@ -138,22 +138,22 @@ class ParameterServer(Traceable):
             shapes = {n: (tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in self._parameters.items()}
             shards = self._embedded.shards if self._embedded else rule.shards or shards
             also = (copies, mean, lost, patience, chunk, priority, push, pull)
-            job = Job(shapes, tuple(found), chosen, str(rule), world, shards, *also)
+            job = ServerJob(shapes, tuple(found), chosen, str(rule), world, shards, *also)
             where, known_as = (self._embedded.address, self._embedded.name) if self._embedded else (servers, name)
             check = self._embedded.check if self._embedded else None
-            terms = Terms(where, known_as, None if late else mine, endpoint, timeout, check)
-            self._begin(model, job, terms, functools.partial(Rhythm, rule, cache=cache))
+            terms = WorkerTerms(where, known_as, None if late else mine, endpoint, timeout, check)
+            self._begin(model, job, terms, functools.partial(SyncPolicy, rule, cache=cache))
         except BaseException:
             if self._embedded is not None:
                 self._embedded.kill()
             raise
 
-    def _begin(self, model: nn.Module, job: Job, terms: Terms, rhythm: Callable[[int], Rhythm]) -> None:
-        self._timeout, self._worker = terms.timeout, Worker(job, terms)
+    def _begin(self, model: nn.Module, job: ServerJob, terms: WorkerTerms, rhythm: Callable[[int], SyncPolicy]) -> None:
+        self._timeout, self._worker = terms.timeout, WorkerSession(job, terms)
         own, client, chunks = rhythm(self._worker.id), self._worker.client, job.chunks_of(self._worker.id)
         on = next(iter(self._parameters.values())).device
-        self._cache = Cache(client, chunks, on) if self._background else None
-        self._syncer = Syncer(model, self._parameters, chunks, client, self._options, own, self._scaled, self._cache)
+        self._cache = PrefetchCache(client, chunks, on) if self._background else None
+        self._syncer = ParamSync(model, self._parameters, chunks, client, self._options, own, self._scaled, self._cache)
         self._traces(model, self._worker.id, self._syncer, self._worker.client.flights)
         self._guard = StepGuard(self._optimizer)
         try:

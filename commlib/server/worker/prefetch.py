@@ -37,12 +37,12 @@ from torch import Tensor
 
 from commlib.runtime.streams import CopyStream, StreamEvent, host
 from commlib.server.job.chunks import Chunk
-from commlib.server.worker.buffer_planner import Rooms, Stay, plan
+from commlib.server.worker.buffer_planner import BufferPlanner, BufferUse, plan
 
 T = TypeVar("T", bound=Hashable)
 
 
-class Sequence(Generic[T]):
+class KeySequence(Generic[T]):
     """Of one worker."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ Values = tuple[Tensor, Mapping[int, int]]
 _Operation = tuple[str, str]  # push or take, and the key
 
 
-class Answers(Protocol):
+class ValueSource(Protocol):
     """Who has the values (:class:`~commlib.server.worker.client.ClientNode`)."""
 
     def values(self, key: str) -> Values: ...
@@ -101,7 +101,7 @@ class _Out:
     done: StreamEvent
 
 
-class Cache:
+class PrefetchCache:
     """Of one worker, until :meth:`close`.
 
     Args:
@@ -114,13 +114,13 @@ class Cache:
         ValueError: ``ahead`` is below 1.
     """
 
-    def __init__(self, answers: Answers, chunks: Rows[Chunk], device: torch.device, ahead: int = 2) -> None:
+    def __init__(self, answers: ValueSource, chunks: Rows[Chunk], device: torch.device, ahead: int = 2) -> None:
         if ahead < 1:
             raise ValueError(f"ahead is 1 operation or more, got {ahead}")
         self._answers, self._chunks = answers, {c.key: c for c in chunks}
         self._device, self._ahead = device, ahead
-        self._sequence: Sequence[_Operation] = Sequence()
-        self._rooms, self._arena = Rooms({}, 0), torch.empty(0, dtype=torch.uint8, device=device)
+        self._sequence: KeySequence[_Operation] = KeySequence()
+        self._rooms, self._arena = BufferPlanner({}, 0), torch.empty(0, dtype=torch.uint8, device=device)
         self._number = 0  # operations ever
         self._outs: collections.deque[_Out] = collections.deque()
         self._past = StreamEvent()  # of the newest that may have had to make room
@@ -211,10 +211,10 @@ class Cache:
         """Operations before or after its own for which a buffer is kept: less than an iteration, for it has one."""
         return min(self._ahead, len(self._sequence.known or ()) - 1)
 
-    def _stay(self, i: int, kind: str, key: str) -> Stay:
+    def _stay(self, i: int, kind: str, key: str) -> BufferUse:
         """Of operation i: gradients from it on, values until it."""
         begin = i if kind == "push" else (i - self._reach) % len(self._sequence.known or ())
-        return Stay(i, begin, self._reach + 1, self._chunks[key].nbytes)
+        return BufferUse(i, begin, self._reach + 1, self._chunks[key].nbytes)
 
     def _row(self, operation: _Operation) -> Tensor:
         """A buffer for what is done now: the planned one, if it was foretold."""

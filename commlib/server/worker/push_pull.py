@@ -32,10 +32,10 @@ from commlib.groups.world import World
 from commlib.runtime.layers import LayerSpec
 from commlib.runtime.optimizers import Recipe, Replace
 from commlib.server.job.chunks import Chunk
-from commlib.server.job.job import FAIL, Job
+from commlib.server.job.job import FAIL, ServerJob
 from commlib.server.membership import rendezvous
 from commlib.server.worker.embedded import Embedded
-from commlib.server.worker.session import Terms, Worker
+from commlib.server.worker.session import WorkerSession, WorkerTerms
 
 NBYTES = 512 << 10
 """Of a chunk, at most: a sum can begin to come when a chunk is there from all (docs/adr/0020-push-pull.md)."""
@@ -110,12 +110,12 @@ class Servers:
 _PARTING_S = 10.0
 
 
-def job_of(specs: Sequence[LayerSpec], servers: Servers, world: int, shards: int) -> Job:
+def job_of(specs: Sequence[LayerSpec], servers: Servers, world: int, shards: int) -> ServerJob:
     """What the members agree on: sums of these layers.
 
     Each layer has a recipe of its own, so that none shares a chunk with another: they may be in different buckets.
     """
-    return Job(
+    return ServerJob(
         {s.name: (s.shape, str(s.dtype).removeprefix("torch.")) for s in specs},
         tuple(Recipe(Replace, {}) for _ in specs),
         {s.name: i for i, s in enumerate(specs)},
@@ -168,7 +168,7 @@ class ServerGroup:
             self._chunks = _by_layer(job)
             self._marks = rendezvous.visit(at, name, timeout)
             check = _Check(store, place, self._embedded)
-            self._worker = Worker(job, Terms(at, name, world.rank, servers.endpoint, timeout, check, wait))
+            self._worker = WorkerSession(job, WorkerTerms(at, name, world.rank, servers.endpoint, timeout, check, wait))
             self._begin()
         except BaseException as e:
             with contextlib.suppress(RuntimeError):
@@ -312,7 +312,7 @@ class _Check:
             raise CommlibError(self.store.get(self.place).decode())
 
 
-def _by_layer(job: Job) -> dict[str, list[Chunk]]:
+def _by_layer(job: ServerJob) -> dict[str, list[Chunk]]:
     found: dict[str, list[Chunk]] = {name: [] for name in job.parameters}
     for chunk in job.chunks.values():
         found[chunk.pieces[0].name].append(chunk)

@@ -12,20 +12,20 @@ from typing import Any
 
 from commlib.errors import CommlibError, PeerLost, PlanMismatch
 from commlib.messaging.registry import WINDOW, door
-from commlib.server.job.job import Job
+from commlib.server.job.job import ServerJob
 from commlib.server.membership import rendezvous
 from commlib.server.membership.heartbeat import Membership
-from commlib.server.membership.leader import Seen, begin
-from commlib.server.membership.registry import LEFT, SHARD, WORKER, Epoch, Report, Roll, place
+from commlib.server.membership.leader import MembersSeen, begin
+from commlib.server.membership.registry import LEFT, SHARD, WORKER, Epoch, MembershipStore, ShardReport, place
 from commlib.server.worker.client import ClientNode
-from commlib.server.worker.client_state import Client
+from commlib.server.worker.client_state import ClientState
 
 _log = logging.getLogger("commlib")
 _LOOK_S = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
-class Terms:
+class WorkerTerms:
     """How a worker comes.
 
     Args:
@@ -47,7 +47,7 @@ class Terms:
     wait: float | None = None
 
 
-class Worker:
+class WorkerSession:
     """One that has come; :meth:`close` when it goes.
 
     Args:
@@ -60,13 +60,13 @@ class Worker:
         CommlibError: there is no meeting place, or the job is over.
     """
 
-    def __init__(self, job: Job, terms: Terms) -> None:
+    def __init__(self, job: ServerJob, terms: WorkerTerms) -> None:
         self.job, self._terms = job, terms
         self._over: list[str] = []
         self._came = threading.Event()
         self._client: ClientNode | None = None
         self._member: Membership | None = None
-        self._roll = Roll(rendezvous.visit(terms.address, terms.name, terms.timeout), terms.timeout)
+        self._roll = MembershipStore(rendezvous.visit(terms.address, terms.name, terms.timeout), terms.timeout)
         self._agree()
         job.coding.warm()
         id = terms.rank if terms.rank is not None else self._roll.new_id()
@@ -140,7 +140,7 @@ class Worker:
     # -- coming ---------------------------------------------------------------------------------
 
     def _agree(self) -> None:
-        agreed = Job.unpack(self._roll.publish(self.job.pack()))
+        agreed = ServerJob.unpack(self._roll.publish(self.job.pack()))
         try:
             self.job.check(agreed, "who came first")
         except PlanMismatch as e:
@@ -186,7 +186,7 @@ class Worker:
             if over is not None:
                 raise CommlibError(f"the job is over: {over}")
             members = {m.id: m for m in self._roll.members(places).values()}
-            seen = Seen(members, self._roll.beats(members), {})
+            seen = MembersSeen(members, self._roll.beats(members), {})
             epoch = begin(self.job, seen) if self.first else None
             if epoch is not None:
                 self._roll.propose("", epoch, self._me.id)
@@ -205,7 +205,7 @@ class Worker:
             ranks = {m.name: i for i, m in epoch.of(SHARD).items()}
             client = ClientNode(
                 self._endpoint,
-                Client(self._me.id, epoch.view, self.job.coding),
+                ClientState(self._me.id, epoch.view, self.job.coding),
                 ranks,
                 self._terms.timeout if self._terms.wait is None else self._terms.wait,
                 self.job.urgency,
@@ -238,11 +238,11 @@ class Worker:
         self._endpoint.abort(why)
 
 
-def _nothing(number: int) -> Report | None:
+def _nothing(number: int) -> ShardReport | None:
     return None  # a worker has no keys
 
 
-def _who_came(job: Job, seen: Seen, seconds: float) -> str:
+def _who_came(job: ServerJob, seen: MembersSeen, seconds: float) -> str:
     shards, workers = seen.living(SHARD, frozenset()), seen.living(WORKER, frozenset())
     lacking = sorted(set(range(job.workers)) - workers.keys())
     return (

@@ -12,7 +12,7 @@ from commlib.server.job.consistency import Consistency
 from commlib.server.job.version_ledger import fresh
 
 
-class Rhythm:
+class SyncPolicy:
     """Of one worker.
 
     Args:

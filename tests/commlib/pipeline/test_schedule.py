@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from commlib.pipeline.schedule import Pass, depth, passes, place
 from commlib.server.job.consistency import WSP
-from commlib.server.job.version_ledger import Ledger
+from commlib.server.job.version_ledger import VersionLedger
 
 
 def program(stage: int, local: int, waves: int) -> list[Pass]:
@@ -89,7 +89,7 @@ def test_the_first_stage_misses_as_many_of_anothers_as_the_formula_says_and_late
 ) -> None:
     """One virtual worker as far ahead of another as the ledger lets it, whenever the other has pushed m waves."""
     rule, wave = WSP(distance, local), local + 1
-    ledger: Ledger[None] = Ledger(range(2), rule.threshold())
+    ledger: VersionLedger[None] = VersionLedger(range(2), rule.threshold())
     clock, seen, most = 0, 0, 0
     for kind, p in program(stage, local, 12):
         if kind == "backward":

@@ -27,9 +27,9 @@ from commlib.runtime.autograd import wait as wait_as_it_is
 from commlib.server.job.chunks import cut
 from commlib.server.membership.view import View
 from commlib.server.protocol.messages import Ack, Message, Pull, Push, Send, Values
-from commlib.server.worker.client import Flights
-from commlib.server.worker.client_state import Client
-from commlib.server.worker.param_sync import Syncer
+from commlib.server.worker.client import RequestTrace
+from commlib.server.worker.client_state import ClientState
+from commlib.server.worker.param_sync import ParamSync
 from commlib.telemetry.recorder import Passes
 from commlib.telemetry.trace import Trace
 from tests.support.rank_pool import Fleet
@@ -126,8 +126,8 @@ class Node:
 
     def __init__(self, machine: Machine, seconds: Mapping[str, float], trace: Trace) -> None:
         self._machine, self._seconds, self._trace = machine, seconds, trace
-        self._client = Client(0, View(0, dict.fromkeys(seconds, ("shard",)), {0: 0}))
-        self.flights = Flights()
+        self._client = ClientState(0, View(0, dict.fromkeys(seconds, ("shard",)), {0: 0}))
+        self.flights = RequestTrace()
 
     def push(
         self, key: str, gradient: Any, options: Any = None, absent: frozenset[int] = frozenset(), *, pull: bool = False
@@ -171,7 +171,7 @@ def served(profile: Profile, folder: Path, *, join: bool) -> Row:
     parameters = dict(net.named_parameters())
     chunks = cut(parameters, small=0)
     node = Node(machine, {c.key: seconds for c, (_, _, seconds) in zip(chunks, profile, strict=True)}, trace)
-    syncer = Syncer(net, parameters, chunks, node, lambda name: {})
+    syncer = ParamSync(net, parameters, chunks, node, lambda name: {})
     syncer.ask()
     syncer.take()
     syncer.trace = node.flights.trace = trace

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from commlib.errors import ProtocolError
 from commlib.server.job.consistency import ASP, BSP, SSP, Consistency, make
-from commlib.server.job.version_ledger import Ledger, fresh
+from commlib.server.job.version_ledger import VersionLedger, fresh
 
 
-def ledger(rule: Consistency, workers: int = 2) -> Ledger[str]:
-    return Ledger(range(workers), rule.threshold())
+def ledger(rule: Consistency, workers: int = 2) -> VersionLedger[str]:
+    return VersionLedger(range(workers), rule.threshold())
 
 
 def test_in_bulk_a_step_is_applied_once_all_have_pushed_it_and_in_the_order_of_workers() -> None:
@@ -132,7 +132,7 @@ def test_whatever_comes_and_goes_each_push_is_applied_once_and_a_workers_in_orde
     seed: int, workers: int, spec: str
 ) -> None:
     rng = random.Random(seed)
-    book: Ledger[tuple[int, int]] = Ledger(range(workers), make(spec).threshold())
+    book: VersionLedger[tuple[int, int]] = VersionLedger(range(workers), make(spec).threshold())
     pushed, applied = set(), list[tuple[int, int]]()
     here, highest = set(range(workers)), 0
     for _ in range(30):
@@ -164,7 +164,7 @@ def test_whatever_comes_and_goes_each_push_is_applied_once_and_a_workers_in_orde
 
 
 def test_the_rule_holds_inside_a_group_and_others_are_not_waited_for() -> None:
-    ledger: Ledger[str] = Ledger(range(4), make("bsp").threshold(), lambda worker: worker // 2)
+    ledger: VersionLedger[str] = VersionLedger(range(4), make("bsp").threshold(), lambda worker: worker // 2)
     assert ledger.push(0, 0, "a0") == []
     assert ledger.push(2, 0, "c0") == []
     assert ledger.push(3, 0, "d0") == [{2: "c0", 3: "d0"}]

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.server.membership.failure_detector import Pulse
+from commlib.server.membership.failure_detector import FailureDetector
 
 
-def beaten(intervals: list[float], patience: float = 2.0) -> tuple[Pulse, float]:
-    now, pulse = 0.0, Pulse(0.0, patience)
+def beaten(intervals: list[float], patience: float = 2.0) -> tuple[FailureDetector, float]:
+    now, pulse = 0.0, FailureDetector(0.0, patience)
     for i, interval in enumerate(intervals):
         now += interval
         pulse.hear(now, str(i))
@@ -31,7 +31,7 @@ def test_one_that_was_late_now_and_then_is_given_more_time() -> None:
 
 
 def test_the_same_word_again_is_no_sign_of_life() -> None:
-    pulse = Pulse(0.0, 2.0)
+    pulse = FailureDetector(0.0, 2.0)
     for now in range(10):
         pulse.hear(float(now), "7")
     assert pulse.silent(9.0) == 9.0
@@ -53,6 +53,6 @@ def test_a_deadline_is_never_below_the_patience_and_never_beyond_what_was_seen(i
 
 @pytest.mark.parametrize("patience", [0.5, 10.0])
 def test_one_that_was_never_heard_of_has_its_patience(patience: float) -> None:
-    pulse = Pulse(5.0, patience)
+    pulse = FailureDetector(5.0, patience)
     assert not pulse.late(5.0 + patience)
     assert pulse.late(5.1 + patience)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.server.membership.hash_ring import Ring, place
+from commlib.server.membership.hash_ring import HashRing, place
 
 names = st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=6, unique=True)
 sizes = st.dictionaries(st.text(max_size=6), st.integers(0, 1000), max_size=40)
@@ -24,9 +24,9 @@ def shards(count: int) -> list[str]:
 def test_a_key_prefers_every_shard_once_in_an_order_that_does_not_depend_on_how_they_were_given(
     given: list[str], key: str
 ) -> None:
-    found = list(Ring(given).preference(key))
+    found = list(HashRing(given).preference(key))
     assert sorted(found) == sorted(given)
-    assert found == list(Ring(reversed(given)).preference(key))
+    assert found == list(HashRing(reversed(given)).preference(key))
 
 
 def test_another_process_places_keys_alike() -> None:
@@ -35,14 +35,14 @@ def test_another_process_places_keys_alike() -> None:
         "print(place(Ring('abcd'), dict.fromkeys(map(str, range(50)), 1), 2))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said.strip() == str(place(Ring("abcd"), dict.fromkeys(map(str, range(50)), 1), 2))
+    assert said.strip() == str(place(HashRing("abcd"), dict.fromkeys(map(str, range(50)), 1), 2))
 
 
 @given(names, sizes, st.integers(1, 4), st.floats(0, 1))
 def test_every_key_has_its_copies_on_different_shards_and_none_owns_much_more_than_its_share(
     given: list[str], nbytes: dict[str, int], copies: int, slack: float
 ) -> None:
-    placed = place(Ring(given), nbytes, copies, slack)
+    placed = place(HashRing(given), nbytes, copies, slack)
     assert placed.keys() == nbytes.keys()
     assert all(len(set(at)) == len(at) == min(copies, len(given)) for at in placed.values())
     share = sum(nbytes.values()) / len(given)
@@ -53,14 +53,14 @@ def test_every_key_has_its_copies_on_different_shards_and_none_owns_much_more_th
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
 def test_a_hundred_equal_keys_are_shared_evenly(count: int) -> None:
-    placed = place(Ring(shards(count)), KEYS)
+    placed = place(HashRing(shards(count)), KEYS)
     owned = [sum(at[0] == shard for at in placed.values()) for shard in shards(count)]
     assert max(owned) <= 1.05 * len(KEYS) / count + 1
 
 
 @given(names, st.text(max_size=6), st.text(min_size=9, max_size=9))
 def test_preferences_of_the_others_stay_when_a_shard_comes_or_goes(given: list[str], key: str, new: str) -> None:
-    ring = Ring(given)
+    ring = HashRing(given)
     with_it = ring.joined(new)
     assert [s for s in with_it.preference(key) if s != new] == list(ring.preference(key))
     assert with_it.left(new).fingerprint == ring.fingerprint != with_it.fingerprint
@@ -68,7 +68,7 @@ def test_preferences_of_the_others_stay_when_a_shard_comes_or_goes(given: list[s
 
 @pytest.mark.parametrize("count", [3, 4, 8])
 def test_few_keys_move_when_a_shard_comes(count: int) -> None:
-    before, after = (place(Ring(shards(n)), KEYS) for n in (count, count + 1))
+    before, after = (place(HashRing(shards(n)), KEYS) for n in (count, count + 1))
     moved = sum(before[key][0] != after[key][0] for key in KEYS)
     assert moved <= 2 * len(KEYS) / (count + 1)  # its share, and what others shift to keep their bounds
 
@@ -76,20 +76,20 @@ def test_few_keys_move_when_a_shard_comes(count: int) -> None:
 @pytest.mark.parametrize("names", [[], ["a", "b", "a"]])
 def test_no_shards_or_one_twice_are_refused(names: list[str]) -> None:
     with pytest.raises(ValueError, match=r"a ring (needs a shard|is of different shards, got \['a'\] twice)"):
-        Ring(names)
+        HashRing(names)
     with pytest.raises(ValueError, match="needs a shard"):
-        Ring("a").left("a")
+        HashRing("a").left("a")
 
 
 @pytest.mark.parametrize(("copies", "slack"), [(0, 0.1), (1, -0.1), (1, float("nan"))])
 def test_bad_copies_and_slack_are_refused(copies: int, slack: float) -> None:
     with pytest.raises(ValueError, match="one copy or more"):
-        place(Ring("a"), {}, copies, slack)
+        place(HashRing("a"), {}, copies, slack)
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 20))
 def test_a_group_of_shards_has_all_keys_that_are_its_own_and_no_others(groups: int, each: int, count: int) -> None:
-    ring = Ring((f"shard-{100 + i}" for i in range(groups * each)), groups)
+    ring = HashRing((f"shard-{100 + i}" for i in range(groups * each)), groups)
     nbytes = {f"w[{i}:{i + 1}]@{g}": 8 for i in range(count) for g in range(groups)}
     for key, at in place(ring, nbytes).items():
         g = int(key.partition("@")[2])

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from commlib.runtime.optimizers import Recipe
-from commlib.server.job.job import Job
-from commlib.server.membership.leader import Over, Seen, Want, begin, decide
-from commlib.server.membership.registry import SHARD, WORKER, Epoch, Member, Report
+from commlib.server.job.job import ServerJob
+from commlib.server.membership.leader import JobOver, MembersSeen, WantReports, begin, decide
+from commlib.server.membership.registry import SHARD, WORKER, Epoch, Member, ShardReport
 
-JOB = Job(
+JOB = ServerJob(
     {f"p{i}": ((300,), "float32") for i in range(8)},
     (Recipe(torch.optim.SGD, {"lr": 0.1}),),
     {f"p{i}": 0 for i in range(8)},
@@ -29,8 +29,8 @@ def member(id: int) -> Member:
     return Member(id, WORKER if id < 100 else SHARD, f"inproc://{id}", None, f"host pid {id}")
 
 
-def seen(*ids: int, words: dict[int, str] | None = None, silent: dict[int, float] | None = None) -> Seen:
-    return Seen({i: member(i) for i in ids}, dict.fromkeys(ids, "1") | (words or {}), silent or {})
+def seen(*ids: int, words: dict[int, str] | None = None, silent: dict[int, float] | None = None) -> MembersSeen:
+    return MembersSeen({i: member(i) for i in ids}, dict.fromkeys(ids, "1") | (words or {}), silent or {})
 
 
 def first() -> Epoch:
@@ -39,10 +39,11 @@ def first() -> Epoch:
     return found
 
 
-def reports(epoch: Epoch, clock: int = 0) -> dict[int, Report]:
+def reports(epoch: Epoch, clock: int = 0) -> dict[int, ShardReport]:
     places = epoch.view.places
     return {
-        i: Report(frozenset(k for k, at in places.items() if m.name in at), clock) for i, m in epoch.of(SHARD).items()
+        i: ShardReport(frozenset(k for k, at in places.items() if m.name in at), clock)
+        for i, m in epoch.of(SHARD).items()
     }
 
 
@@ -60,7 +61,7 @@ def test_as_long_as_all_is_well_nothing_changes() -> None:
 
 def test_a_lost_shard_is_left_out_once_the_others_have_told_what_they_have() -> None:
     epoch, now = first(), seen(0, 1, 100, 101, silent={101: 12.3})
-    assert decide(JOB, NBYTES, epoch, now, {}) == Want()
+    assert decide(JOB, NBYTES, epoch, now, {}) == WantReports()
     told = {i: r for i, r in reports(epoch).items() if i == 100}
     found = decide(JOB, NBYTES, epoch, now, told)
     assert isinstance(found, Epoch)
@@ -76,7 +77,7 @@ def test_without_a_second_copy_the_job_is_over_and_says_what_is_lost() -> None:
     assert epoch is not None
     told = {100: reports(epoch)[100]}
     found = decide(job, NBYTES, epoch, seen(0, 1, 100, 101, silent={101: 9.0}), told)
-    assert isinstance(found, Over)
+    assert isinstance(found, JobOver)
     assert "was kept by shard-101, and is lost: more copies, or --restore of a snapshot" in found.why
 
 
@@ -88,7 +89,7 @@ def test_a_newcomer_gets_copies_first_and_owns_them_in_the_view_after() -> None:
     assert not any(at[0] == "shard-102" for at in second.view.places.values())
     assert any("shard-102" in at for at in second.view.places.values())
     told = reports(second)
-    assert decide(JOB, NBYTES, second, now, told | {102: Report(frozenset(), 0)}) is None  # it has nothing yet
+    assert decide(JOB, NBYTES, second, now, told | {102: ShardReport(frozenset(), 0)}) is None  # it has nothing yet
     third = decide(JOB, NBYTES, second, now, told)
     assert isinstance(third, Epoch)
     assert any(at[0] == "shard-102" for at in third.view.places.values())
@@ -132,11 +133,11 @@ def test_who_was_given_up_does_not_come_back_under_its_old_number() -> None:
 
 def test_it_is_over_when_all_workers_have_left_and_says_who_was_lost_if_one_was() -> None:
     epoch = first()
-    assert decide(JOB, NBYTES, epoch, seen(0, 1, 100, 101, words={0: "left", 1: "left"}), {}) == Over(
+    assert decide(JOB, NBYTES, epoch, seen(0, 1, 100, 101, words={0: "left", 1: "left"}), {}) == JobOver(
         "all workers have left"
     )
     lost = decide(JOB, NBYTES, epoch, seen(0, 1, 100, 101, words={0: "left"}, silent={1: 11.0}), {})
-    assert isinstance(lost, Over)
+    assert isinstance(lost, JobOver)
     assert "no worker is left" in lost.why
     assert "worker-1 (host pid 1) is lost: silent for 11.0 s" in lost.why
 
@@ -144,7 +145,7 @@ def test_it_is_over_when_all_workers_have_left_and_says_who_was_lost_if_one_was(
 def test_with_lost_fail_a_lost_worker_ends_the_job_and_one_that_left_does_not() -> None:
     job, epoch = dataclasses.replace(JOB, lost="fail"), first()
     found = decide(job, NBYTES, epoch, seen(0, 1, 100, 101, silent={1: 11.0}), {})
-    assert isinstance(found, Over)
+    assert isinstance(found, JobOver)
     assert "worker-1 (host pid 1) is lost: silent for 11.0 s; the job fails with a worker" in found.why
     assert isinstance(decide(job, NBYTES, epoch, seen(0, 1, 100, 101, words={1: "left"}), reports(epoch)), Epoch)
 
@@ -157,12 +158,12 @@ def test_of_several_groups_of_servers_none_may_go_or_come() -> None:
     assert {key[-1]: at[0] for key, at in epoch.view.places.items()} == {"0": "shard-100", "1": "shard-101"}
     assert decide(job, nbytes, epoch, seen(0, 1, 100, 101, 102), {}) is None
     lost = decide(job, nbytes, epoch, seen(0, 1, 100, 101, silent={101: 9.0}), {})
-    assert isinstance(lost, Over)
+    assert isinstance(lost, JobOver)
     assert "shard-101 (host pid 101) is lost: silent for 9.0 s; groups of servers need all" in lost.why
     leaving = decide(job, nbytes, epoch, seen(0, 1, 100, 101, words={100: "leaving 3"}), {})
-    assert isinstance(leaving, Over)
+    assert isinstance(leaving, JobOver)
     gone = seen(1, 100, 101)
-    assert isinstance(decide(job, nbytes, epoch, gone, {}), Want)
+    assert isinstance(decide(job, nbytes, epoch, gone, {}), WantReports)
     following = decide(job, nbytes, epoch, gone, reports(epoch))
     assert isinstance(following, Epoch)
     assert following.view.workers == {1: 0}

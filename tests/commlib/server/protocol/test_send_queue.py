@@ -12,7 +12,7 @@ from commlib.errors import PeerLost
 from commlib.messaging.endpoint import Endpoint
 from commlib.messaging.frame import Frame
 from commlib.server.protocol.messages import Ack, Message, Pull, Push
-from commlib.server.protocol.send_queue import Rows
+from commlib.server.protocol.send_queue import SendQueue
 from commlib.server.protocol.wire import unpack
 from commlib.transports.inproc import InProc
 
@@ -34,7 +34,7 @@ def push(key: str, stamp: int) -> Push:
     return Push(0, key, 0, stamp, torch.full((1000,), float(stamp)))
 
 
-def next_(rows: Rows, me: Endpoint, of: Endpoint) -> Frame:
+def next_(rows: SendQueue, me: Endpoint, of: Endpoint) -> Frame:
     end = time.monotonic() + 60
     while True:
         with contextlib.suppress(PeerLost):  # nothing comes but word of what was taken
@@ -46,7 +46,7 @@ def next_(rows: Rows, me: Endpoint, of: Endpoint) -> Frame:
             assert time.monotonic() < end
 
 
-def taken(rows: Rows, me: Endpoint, of: Endpoint, count: int) -> list[tuple[str, str, int]]:
+def taken(rows: SendQueue, me: Endpoint, of: Endpoint, count: int) -> list[tuple[str, str, int]]:
     found = []
     for _ in range(count):
         (message,) = unpack(next_(rows, me, of).parts)
@@ -57,7 +57,7 @@ def taken(rows: Rows, me: Endpoint, of: Endpoint, count: int) -> list[tuple[str,
 
 def test_the_urgent_overtake_what_waits_and_all_of_a_key_stays_in_order() -> None:
     with three() as (me, other, _):
-        rows = Rows(me, lambda rank, why: None, {"a": 0, "b": 1})
+        rows = SendQueue(me, lambda rank, why: None, {"a": 0, "b": 1})
         for stamp in range(4):  # two fit into the window, and have left
             rows.put((1, push("b", stamp)))
         rows.put((1, push("a", 0)))
@@ -71,7 +71,7 @@ def test_the_urgent_overtake_what_waits_and_all_of_a_key_stays_in_order() -> Non
 
 def test_without_urgency_all_leaves_in_the_order_in_which_it_was_put() -> None:
     with three() as (me, other, _):
-        rows = Rows(me, lambda rank, why: None)
+        rows = SendQueue(me, lambda rank, why: None)
         for stamp in range(8):
             rows.put((1, push("ba"[stamp % 2], stamp)))
         assert [stamp for _, _, stamp in taken(rows, me, other, 8)] == list(range(8))
@@ -79,7 +79,7 @@ def test_without_urgency_all_leaves_in_the_order_in_which_it_was_put() -> None:
 
 def test_one_that_takes_nothing_holds_up_nobody_else() -> None:
     with three() as (me, _, other):
-        rows = Rows(me, lambda rank, why: None)
+        rows = SendQueue(me, lambda rank, why: None)
         for stamp in range(20):
             rows.put((1, push("a", stamp)))
         rows.put((2, push("a", 99)))
@@ -90,7 +90,7 @@ def test_one_that_takes_nothing_holds_up_nobody_else() -> None:
 def test_what_cannot_be_sent_is_told_once_and_dropped() -> None:
     lost: list[tuple[int, str]] = []
     with three() as (me, _, _):
-        rows = Rows(me, lambda rank, why: lost.append((rank, why)))
+        rows = SendQueue(me, lambda rank, why: lost.append((rank, why)))
         rows.put((7, push("a", 0)))
         assert not rows
         for stamp in range(20):
@@ -106,7 +106,7 @@ def test_what_goes_to_one_at_a_time_is_in_as_few_frames_as_copy_nothing() -> Non
         return " ".join(f"{type(m).__name__}{getattr(m, 'key', '')}" for m in messages)
 
     with three() as (me, one, other):
-        rows = Rows(me, lambda rank, why: None, {"a": 0, "b": 1})
+        rows = SendQueue(me, lambda rank, why: None, {"a": 0, "b": 1})
         rows.put(
             (1, Ack(0, "b", 1, 0)),
             (2, Ack(0, "b", 2, 0)),

@@ -14,8 +14,8 @@ from torch import Tensor
 from commlib.codecs.filter import Content, MissingKeys
 from commlib.errors import ProtocolError
 from commlib.runtime.layers import LayerSpec
-from commlib.server.protocol.delta_coding import Copies, Copy
-from commlib.server.protocol.value_coding import Coding, Way, way, way_of_values
+from commlib.server.protocol.delta_coding import DeltaCoding, DeltaCopy
+from commlib.server.protocol.value_coding import ValueCoding, Way, way, way_of_values
 
 LAYER = LayerSpec("w[0:600]", (30, 20))
 PUSHES = ["onebit", "topk:ratio=0.05", "fp16", "powersgd", "int8:ef=on", "significance:threshold=2"]
@@ -23,8 +23,8 @@ LOSSY = ["onebit", "topk:ratio=0.05", "fp16", "int8", "natural", "powersgd", "si
 FILTERS = "significance:threshold=0.1+key_cache:entries=2+fixed_float+lossless"
 
 
-def coding(push: str = "none", pull: str = "none") -> Coding:
-    return Coding(way(push), way_of_values(pull), {"w": LAYER})
+def coding(push: str = "none", pull: str = "none") -> ValueCoding:
+    return ValueCoding(way(push), way_of_values(pull), {"w": LAYER})
 
 
 def draw(seed: int) -> Tensor:
@@ -85,11 +85,11 @@ def test_what_a_codec_has_no_room_for_goes_as_it_is() -> None:
 @pytest.mark.parametrize("layer", [LayerSpec("w", (600,), torch.float64), LayerSpec("w", (1,))])
 def test_other_dtypes_and_what_would_not_be_smaller_go_as_they_are(layer: LayerSpec) -> None:
     given_ = torch.ones(layer.shape, dtype=layer.dtype)
-    assert Coding(way("topk:ratio=0.5"), None, {"w": layer}).sender("w", 0).encode(given_, 0) is given_
+    assert ValueCoding(way("topk:ratio=0.5"), None, {"w": layer}).sender("w", 0).encode(given_, 0) is given_
 
 
 def test_a_momentum_that_a_codec_has_is_kept_where_it_sends_all() -> None:
-    small = Coding(way("dgc:momentum=0.5,clip=0"), None, {"w": LayerSpec("w", (1,))})
+    small = ValueCoding(way("dgc:momentum=0.5,clip=0"), None, {"w": LayerSpec("w", (1,))})
     sender, receiver = small.sender("w", 0), small.receiver("w", 0)
     assert [receiver.decode(sender.encode(torch.ones(1), n), n).tolist() for n in range(2)] == [[1.0], [1.5]]
 
@@ -97,9 +97,9 @@ def test_a_momentum_that_a_codec_has_is_kept_where_it_sends_all() -> None:
 # -- values --------------------------------------------------------------------------------------
 
 
-def sides(spec: str, workers: int) -> tuple[Copies, list[Copy]]:
+def sides(spec: str, workers: int) -> tuple[DeltaCoding, list[DeltaCopy]]:
     told = coding(pull=spec).of_values("w")
-    return Copies(*told), [Copy(*told) for _ in range(workers)]
+    return DeltaCoding(*told), [DeltaCopy(*told) for _ in range(workers)]
 
 
 @pytest.mark.parametrize("spec", [*LOSSY, FILTERS])

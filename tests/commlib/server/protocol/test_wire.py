@@ -37,12 +37,12 @@ from commlib.server.protocol.messages import (
     Values,
 )
 from commlib.server.protocol.wire import pack, unpack
-from commlib.server.shard.chunk_state import Cell
+from commlib.server.shard.chunk_state import ChunkState
 
 
 def state(kind: type[torch.optim.Optimizer]) -> dict[str, Any]:
     made: Any = kind
-    cell = Cell(torch.arange(3.0), lambda p: made(p, lr=0.1), range(2), BSP().threshold())
+    cell = ChunkState(torch.arange(3.0), lambda p: made(p, lr=0.1), range(2), BSP().threshold())
     for worker in range(2):
         cell.push(worker, 0, torch.ones(3))
     return cell.state_dict()
@@ -125,7 +125,8 @@ def test_a_gradient_is_not_copied_on_either_side() -> None:
 
 def test_a_state_that_has_travelled_goes_on_as_the_one_that_stayed() -> None:
     cells = [
-        Cell(torch.arange(3.0), lambda p: torch.optim.Adam(p, lr=0.1), range(1), BSP().threshold()) for _ in range(2)
+        ChunkState(torch.arange(3.0), lambda p: torch.optim.Adam(p, lr=0.1), range(1), BSP().threshold())
+        for _ in range(2)
     ]
     cells[0].push(0, 0, torch.ones(3))
     (came,) = unpack(pack(Adopt(0, "w", cells[0].state_dict())))

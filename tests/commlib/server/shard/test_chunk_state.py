@@ -18,7 +18,7 @@ from commlib.errors import ProtocolError
 from commlib.runtime.amp import finite
 from commlib.runtime.optimizers import BY_ELEMENT, Recipe, Replace
 from commlib.server.job.consistency import ASP, BSP, SSP, Consistency, make
-from commlib.server.shard.chunk_state import Cell
+from commlib.server.shard.chunk_state import ChunkState
 from tests.support.tiers import examples
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -28,8 +28,8 @@ def sgd(parameters: Sequence[torch.nn.Parameter]) -> Optimizer:
     return SGD(parameters)
 
 
-def cell(rule: Consistency | None = None, workers: int = 2, n: int = 5, **options: Any) -> Cell:
-    return Cell(torch.linspace(-1, 1, n), sgd, range(workers), (rule or BSP()).threshold(), **options)
+def cell(rule: Consistency | None = None, workers: int = 2, n: int = 5, **options: Any) -> ChunkState:
+    return ChunkState(torch.linspace(-1, 1, n), sgd, range(workers), (rule or BSP()).threshold(), **options)
 
 
 def gradient(*seed: int, n: int = 5) -> Tensor:
@@ -45,7 +45,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def test_a_cell_of_sums_holds_the_last_steps_and_what_is_not_finite_only_for_that_step() -> None:
-    book = Cell(torch.zeros(3), Recipe(Replace, {}).make, range(3), BSP().threshold(), mean=False)
+    book = ChunkState(torch.zeros(3), Recipe(Replace, {}).make, range(3), BSP().threshold(), mean=False)
     steps = [[1.0, 2.0, 3.0], [torch.nan, 1.0, torch.inf], [0.5, 0.5, 0.5]]
     for t, values in enumerate(steps):
         for worker in (2, 0, 1):
@@ -61,7 +61,7 @@ def test_a_cell_of_sums_holds_the_last_steps_and_what_is_not_finite_only_for_tha
 @pytest.mark.parametrize("mean", [True, False])
 def test_in_bulk_it_is_a_serial_optimizer_on_the_mean_or_sum_to_the_last_bit(kind: str, mean: bool) -> None:
     recipe = Recipe(getattr(torch.optim, kind), {"lr": 0.01})
-    book = Cell(torch.linspace(-1, 1, 5), recipe.make, range(3), BSP().threshold(), mean=mean)
+    book = ChunkState(torch.linspace(-1, 1, 5), recipe.make, range(3), BSP().threshold(), mean=mean)
     serial = torch.nn.Parameter(torch.linspace(-1, 1, 5))
     optimizer = recipe.make([serial])
     for t in range(5):
@@ -78,8 +78,8 @@ def test_chunks_are_updated_as_the_whole_is_and_gradients_stay_as_they_were(kind
     recipe = Recipe(getattr(torch.optim, kind), {"lr": 0.01})
     assert recipe.by_element
     start = torch.linspace(-1, 1, 9)
-    whole = Cell(start.clone(), recipe.make, [0], BSP().threshold())
-    parts = [Cell(part.clone(), recipe.make, [0], BSP().threshold()) for part in start.split([2, 6, 1])]
+    whole = ChunkState(start.clone(), recipe.make, [0], BSP().threshold())
+    parts = [ChunkState(part.clone(), recipe.make, [0], BSP().threshold()) for part in start.split([2, 6, 1])]
     for t in range(4):
         pushed = gradient(t, n=9)
         (applied,) = whole.push(0, t, pushed)
@@ -92,7 +92,7 @@ def test_chunks_are_updated_as_the_whole_is_and_gradients_stay_as_they_were(kind
 
 
 def test_otherwise_a_push_counts_as_one_of_all_workers_at_once() -> None:
-    book = Cell(torch.zeros(2), lambda p: torch.optim.SGD(p, lr=1.0), range(4), ASP().threshold())
+    book = ChunkState(torch.zeros(2), lambda p: torch.optim.SGD(p, lr=1.0), range(4), ASP().threshold())
     book.push(3, 0, torch.tensor([4.0, 8.0]))
     assert book.values.tolist() == [-1.0, -2.0]
     assert book.included == {0: 0, 1: 0, 2: 0, 3: 1}
@@ -179,14 +179,14 @@ def test_a_restored_cell_has_the_workers_that_it_had() -> None:
     book = cell(SSP(3), workers=3)
     book.push(1, 0, gradient(1, 0))
     book.leave(0)
-    other = Cell(torch.zeros(5), sgd, [9], SSP(3).threshold())
+    other = ChunkState(torch.zeros(5), sgd, [9], SSP(3).threshold())
     other.load_state_dict(book.state_dict())
     assert dict(other.included) == {1: 1, 2: 0}
     other.join(0, 4)
     assert other.due(0) == 4
 
 
-def applied_to(book: Cell) -> dict[str, Any]:
+def applied_to(book: ChunkState) -> dict[str, Any]:
     """All but what is held."""
     state = book.state_dict()
     return {**state, "ledger": state["ledger"]["included"]}
@@ -196,8 +196,8 @@ def kills(rule: Callable[[], Consistency], workers: int, rng: random.Random) -> 
     """An owner and its replica; the owner dies again and again, its replica takes its place, and workers send again
     what was not acknowledged. The model: acknowledged ⇒ applied; applied once; and values as of those applied."""
     threshold = rule().threshold
-    owner, replica = (Cell(torch.zeros(3), sgd, range(workers), threshold()) for _ in range(2))
-    witness = Cell(torch.zeros(3), sgd, range(workers), threshold())  # follows all that survives, and never dies
+    owner, replica = (ChunkState(torch.zeros(3), sgd, range(workers), threshold()) for _ in range(2))
+    witness = ChunkState(torch.zeros(3), sgd, range(workers), threshold())  # follows all that survives, and never dies
     on_its_way: list[Any] = []
     sent = [0] * workers
     acknowledged = [0] * workers  # up to here
@@ -215,7 +215,7 @@ def kills(rule: Callable[[], Consistency], workers: int, rng: random.Random) -> 
         if rng.random() < 0.1:  # killed: what had not reached the replica is gone
             reach_replica(rng.randint(0, len(on_its_way)))
             on_its_way.clear()
-            survivor = Cell(torch.zeros(3), sgd, range(workers), threshold())
+            survivor = ChunkState(torch.zeros(3), sgd, range(workers), threshold())
             survivor.load_state_dict(replica.state_dict())
             owner = survivor
             for w in range(workers):

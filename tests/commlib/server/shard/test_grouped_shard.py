@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from commlib.errors import ProtocolError
 from commlib.server.job.chunks import group_of
 from commlib.server.job.worker_groups import Topology
-from commlib.server.membership.hash_ring import Ring
+from commlib.server.membership.hash_ring import HashRing
 from commlib.server.membership.view import View, first
 from commlib.server.protocol.messages import Agreed, Moved, Send
-from commlib.server.shard.chunk_state import Cell
+from commlib.server.shard.chunk_state import ChunkState
 from commlib.server.shard.grouped_shard import GroupedShard
-from commlib.server.worker.client_state import Client
+from commlib.server.worker.client_state import ClientState
 from tests.support.tiers import examples
 
 BASES = ("v[0:4]", "w[0:4]")
@@ -36,7 +36,7 @@ START = 100.0
 class Worker:
     """Pushes all keys of its group so many times, each time once it has the values; then reads what all have done."""
 
-    client: Client
+    client: ClientState
     group: int
     keys: list[str]
     steps: int
@@ -72,7 +72,7 @@ class Network:
         self.topology, self.drawn = topology, drawn
         keys = {f"{base}@{g}": SHAPE * 8 for base in BASES for g in range(topology.server_groups)}
         workers = range(topology.groups * topology.workers)
-        self.view = first(Ring((f"s{i}" for i in range(topology.shards)), topology.server_groups), workers, keys)
+        self.view = first(HashRing((f"s{i}" for i in range(topology.shards)), topology.server_groups), workers, keys)
         self.shards = {f"s{i}": self._shard(f"s{i}") for i in range(topology.shards)}
         self.workers = {w: self._worker(w, steps, keys) for w in workers}
         self.wires: dict[Any, collections.deque[Any]] = collections.defaultdict(collections.deque)
@@ -83,8 +83,8 @@ class Network:
             self.send(w, worker.read(None))
 
     def _shard(self, name: str) -> GroupedShard:
-        def cell(key: str) -> Cell:
-            return Cell(
+        def cell(key: str) -> ChunkState:
+            return ChunkState(
                 torch.zeros(SHAPE, dtype=torch.float64),
                 lambda p: torch.optim.SGD(p, lr=1.0),
                 self.view.workers,
@@ -97,7 +97,7 @@ class Network:
 
     def _worker(self, w: int, steps: int, keys: dict[str, int]) -> Worker:
         own = [key for key in keys if group_of(key) == self.topology.server_group(w)]
-        return Worker(Client(w, self.view), self.topology.group(w), own, steps)
+        return Worker(ClientState(w, self.view), self.topology.group(w), own, steps)
 
     def send(self, source: Any, sends: list[Send]) -> None:
         for to, message in sends:

@@ -17,15 +17,15 @@ from commlib.messaging.endpoint import Endpoint
 from commlib.messaging.keys import KeyPair
 from commlib.server.job.chunks import Chunk, cut
 from commlib.server.job.consistency import make
-from commlib.server.membership.hash_ring import Ring
+from commlib.server.membership.hash_ring import HashRing
 from commlib.server.membership.view import View, first
 from commlib.server.protocol.messages import Ack, Push
 from commlib.server.protocol.wire import pack
-from commlib.server.shard.chunk_state import Cell
+from commlib.server.shard.chunk_state import ChunkState
 from commlib.server.shard.node import ShardNode
 from commlib.server.shard.shard import Shard
 from commlib.server.worker.client import ClientNode
-from commlib.server.worker.client_state import Client
+from commlib.server.worker.client_state import ClientState
 from commlib.transports.inproc import InProc
 from commlib.transports.zeromq import ZeroMQ
 
@@ -57,16 +57,16 @@ class Servers:
 
     def __init__(self, doors: list[Endpoint], spec: str, copies: int, timeout: float = 120.0) -> None:
         rule, self.ranks = make(spec), {f"s{i}": 2 + i for i in range(3)}
-        self.view: View = first(Ring(self.ranks), range(2), {k: c.nbytes for k, c in CHUNKS.items()}, copies)
+        self.view: View = first(HashRing(self.ranks), range(2), {k: c.nbytes for k, c in CHUNKS.items()}, copies)
 
-        def cell(key: str) -> Cell:
+        def cell(key: str) -> ChunkState:
             chunk = CHUNKS[key]
             sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-            return Cell(chunk.gather(START).clone(), sgd, range(2), rule.threshold())
+            return ChunkState(chunk.gather(START).clone(), sgd, range(2), rule.threshold())
 
         self.shards = [Shard(name, self.view, cell) for name in self.ranks]
         self.nodes = [ShardNode(doors[self.ranks[s.name]], s, self.ranks) for s in self.shards]
-        self.clients = [ClientNode(doors[rank], Client(rank, self.view), self.ranks, timeout) for rank in range(2)]
+        self.clients = [ClientNode(doors[rank], ClientState(rank, self.view), self.ranks, timeout) for rank in range(2)]
 
     def __enter__(self) -> Servers:
         everyone: list[ShardNode | ClientNode] = [*self.nodes, *self.clients]

@@ -20,13 +20,13 @@ from torch import Tensor
 from commlib.errors import CommlibError, PeerLost, ProtocolError
 from commlib.runtime.layers import LayerSpec
 from commlib.server.job.consistency import BSP, Consistency, make
-from commlib.server.membership.hash_ring import Ring
+from commlib.server.membership.hash_ring import HashRing
 from commlib.server.membership.view import View, first, following
 from commlib.server.protocol.messages import Ack, Adopt, Message, Pull, Push, Replicate, Send, Unknown, Values
-from commlib.server.protocol.value_coding import Coding, way, way_of_values
-from commlib.server.shard.chunk_state import Cell
+from commlib.server.protocol.value_coding import ValueCoding, way, way_of_values
+from commlib.server.shard.chunk_state import ChunkState
 from commlib.server.shard.shard import Shard
-from commlib.server.worker.client_state import Client
+from commlib.server.worker.client_state import ClientState
 from tests.support.tiers import examples
 
 KEYS = {f"w[{i}]": 8 for i in range(3)}
@@ -34,13 +34,13 @@ WORKERS = 3
 
 
 SPARSE = "significance:threshold=0.5+key_cache:entries=4+lossless"  # loses nothing of whole numbers
-CODED = Coding(way(SPARSE), way_of_values(SPARSE), {key: LayerSpec(key, (WORKERS,)) for key in KEYS})
+CODED = ValueCoding(way(SPARSE), way_of_values(SPARSE), {key: LayerSpec(key, (WORKERS,)) for key in KEYS})
 CODINGS = st.sampled_from([None, CODED])
 
 
-def cell(rule: Consistency, workers: Any, key: str, dtype: torch.dtype = torch.float64) -> Cell:
+def cell(rule: Consistency, workers: Any, key: str, dtype: torch.dtype = torch.float64) -> ChunkState:
     values = torch.zeros(WORKERS, dtype=dtype)
-    return Cell(values, lambda p: torch.optim.SGD(p, lr=1.0), workers, rule.threshold(), mean=False)
+    return ChunkState(values, lambda p: torch.optim.SGD(p, lr=1.0), workers, rule.threshold(), mean=False)
 
 
 def pushed(worker: int, stamp: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -52,8 +52,8 @@ def pushed(worker: int, stamp: int, dtype: torch.dtype = torch.float64) -> Tenso
 class Worker:
     """Pulls every key, then pushes every key, so many times."""
 
-    def __init__(self, rank: int, view: View, steps: int, coding: Coding | None = None) -> None:
-        self.client, self.rank, self.steps = Client(rank, view, coding), rank, steps
+    def __init__(self, rank: int, view: View, steps: int, coding: ValueCoding | None = None) -> None:
+        self.client, self.rank, self.steps = ClientState(rank, view, coding), rank, steps
         self.dtype = torch.float32 if coding else torch.float64
         self.begun = view.workers[rank]
         self.acknowledged = collections.defaultdict[str, set[int]](set)
@@ -94,11 +94,17 @@ class Cluster:
     """Whoever makes views here knows at once who is dead; the others learn of a view when it reaches them."""
 
     def __init__(
-        self, rule: Consistency, shards: int, copies: int, steps: int, rng: random.Random, coding: Coding | None = None
+        self,
+        rule: Consistency,
+        shards: int,
+        copies: int,
+        steps: int,
+        rng: random.Random,
+        coding: ValueCoding | None = None,
     ) -> None:
         self.rule, self.copies, self.steps, self.rng, self.coding = rule, copies, steps, rng, coding
         self.asked = 0  # for keys
-        self.ring = Ring(f"s{i}" for i in range(shards))
+        self.ring = HashRing(f"s{i}" for i in range(shards))
         self.view = first(self.ring, range(WORKERS), KEYS, copies)
         self.nodes: dict[str | int, Shard | Worker] = {s: self.shard(s) for s in self.ring.shards}
         self.nodes |= {rank: Worker(rank, self.view, steps, coding) for rank in range(WORKERS)}
@@ -138,7 +144,7 @@ class Cluster:
             worker = self.rng.choice(self.workers())
             self.send(worker.rank, worker.act())
 
-    def make_view(self, ring: Ring, workers: list[int]) -> None:
+    def make_view(self, ring: HashRing, workers: list[int]) -> None:
         for name in ring.shards:  # all who live have the view before
             while wire := self.wires["views", name]:
                 self.send(name, self.at(name).change(wire.popleft()))
@@ -239,7 +245,7 @@ def test_without_deaths_every_push_is_applied_once_everywhere(spec: str, copies:
 @settings(max_examples=examples(60))
 @given(st.sampled_from(["bsp", "ssp:1", "ssp:3", "asp"]), st.integers(2, 3), st.integers(0, 1 << 32), CODINGS)
 def test_when_shards_die_or_seem_to_or_come_every_push_is_applied_once(
-    spec: str, copies: int, seed: int, coding: Coding | None
+    spec: str, copies: int, seed: int, coding: ValueCoding | None
 ) -> None:
     rng = random.Random(seed)
     cluster = Cluster(make(spec), 3, copies, 6, rng, coding)
@@ -274,7 +280,7 @@ def test_keys_that_only_a_dead_shard_knew_are_asked_for_and_told() -> None:
 @settings(max_examples=examples(60))
 @given(st.sampled_from(["bsp", "ssp:1", "asp"]), st.integers(1, 2), st.integers(0, 1 << 32), CODINGS)
 def test_when_workers_die_and_come_back_nothing_acknowledged_is_lost_and_nothing_applied_twice(
-    spec: str, copies: int, seed: int, coding: Coding | None
+    spec: str, copies: int, seed: int, coding: ValueCoding | None
 ) -> None:
     rng = random.Random(seed)
     cluster = Cluster(make(spec), 3, copies, 6, rng, coding)
@@ -292,7 +298,7 @@ def test_when_workers_die_and_come_back_nothing_acknowledged_is_lost_and_nothing
 
 
 def test_a_key_that_nobody_has_any_more_is_named_with_who_kept_it_and_what_to_do() -> None:
-    ring = Ring("ab")
+    ring = HashRing("ab")
     view = first(ring, [0], KEYS)
     lost = next(key for key, at in view.places.items() if at == ("a",))
     with pytest.raises(PeerLost, match=r"kept by a, and is lost: more copies, or --restore") as e:
@@ -316,7 +322,7 @@ def test_a_message_of_a_view_that_cannot_be_is_refused() -> None:
 
 
 def test_an_answer_to_an_older_question_is_none() -> None:
-    client = Client(0, View(0, {"w[0]": ("a",)}, {0: 0}))
+    client = ClientState(0, View(0, {"w[0]": ("a",)}, {0: 0}))
     client.pull("w[0]")
     client.push("w[0]", pushed(0, 0))
     client.pull("w[0]")
@@ -361,7 +367,7 @@ def test_a_push_is_refused_that_was_made_with_values_older_than_the_rule_has_it(
 def test_a_push_that_is_not_finite_is_refused_and_its_worker_told() -> None:
     view = View(0, {"w[0]": ("a",)}, {0: 0, 1: 0})
     shard = Shard("a", view, functools.partial(cell, BSP(), (0, 1)))
-    client = Client(0, view)
+    client = ClientState(0, view)
     ((_, push),) = client.push("w[0]", torch.full((WORKERS,), torch.nan, dtype=torch.float64))
     assert shard.handle(push) == []
     acks = dict(shard.handle(Push(0, "w[0]", 1, 0, pushed(1, 0))))

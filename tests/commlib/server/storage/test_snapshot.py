@@ -29,7 +29,7 @@ from commlib.errors import CheckpointMismatch, CommlibError
 from commlib.messaging.frame import DTYPES, to_buffer
 from commlib.runtime.optimizers import BY_ELEMENT, Recipe
 from commlib.server.job.consistency import BSP
-from commlib.server.shard.chunk_state import Cell
+from commlib.server.shard.chunk_state import ChunkState
 from commlib.server.storage.snapshot import SnapshotFailed, load, save
 from tests.support import forked_ranks
 from tests.support.tiers import examples
@@ -43,14 +43,14 @@ RECIPES = {
 }
 
 
-def cell(recipe: str, steps: int = 2, n: int = 5) -> Cell:
-    made = Cell(torch.linspace(-1, 1, n), RECIPES[recipe].make, range(2), BSP().threshold())
+def cell(recipe: str, steps: int = 2, n: int = 5) -> ChunkState:
+    made = ChunkState(torch.linspace(-1, 1, n), RECIPES[recipe].make, range(2), BSP().threshold())
     for t in range(steps):
         push(made, t)
     return made
 
 
-def push(book: Cell, t: int) -> None:
+def push(book: ChunkState, t: int) -> None:
     for worker in range(2):
         seed = torch.Generator().manual_seed(2 * t + worker)
         book.push(worker, t, torch.randn(book.values.shape, generator=seed))

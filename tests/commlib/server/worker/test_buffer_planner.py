@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.server.worker.buffer_planner import ALIGN, Stay, meet, peak, plan
+from commlib.server.worker.buffer_planner import ALIGN, BufferUse, meet, peak, plan
 
 
-def drawn(seed: int, period: int) -> list[Stay]:
+def drawn(seed: int, period: int) -> list[BufferUse]:
     rng = random.Random(seed)
     return [
-        Stay(i, rng.randrange(period), rng.randint(1, rng.choice([1, 3, 2 * period])), rng.choice([0, 1, 700, 5000]))
+        BufferUse(
+            i, rng.randrange(period), rng.randint(1, rng.choice([1, 3, 2 * period])), rng.choice([0, 1, 700, 5000])
+        )
         for i in range(rng.randrange(25))
     ]
 
@@ -39,7 +41,7 @@ def test_two_that_are_ever_in_use_together_share_no_byte(seed: int, period: int)
 @given(st.integers(1, 30), st.integers(1, 6), st.integers(0, 1 << 32))
 def test_a_window_that_moves_over_equal_buffers_needs_as_many_as_it_is_wide(count: int, width: int, seed: int) -> None:
     """Where the circle closes the window may not fit what is there already: then more, but less than two windows."""
-    stays = [Stay(i, i, min(width, count), 1000) for i in range(count)]
+    stays = [BufferUse(i, i, min(width, count), 1000) for i in range(count)]
     rooms = plan(random.Random(seed).sample(stays, count), count)
     least = min(width, count)
     assert least * 1024 <= rooms.nbytes <= min(count, 2 * least) * 1024
@@ -48,14 +50,14 @@ def test_a_window_that_moves_over_equal_buffers_needs_as_many_as_it_is_wide(coun
 @pytest.mark.parametrize(
     ("stays", "message"),
     [
-        ([Stay("a", 4, 1, 1)], "no stay in a circle of 4"),
-        ([Stay("a", -1, 1, 1)], "no stay"),
-        ([Stay("a", 0, 0, 1)], "no stay"),
-        ([Stay("a", 0, 1, -1)], "no stay"),
-        ([Stay("a", 0, 1, 1), Stay("a", 1, 1, 1)], "two stays have one name"),
+        ([BufferUse("a", 4, 1, 1)], "no stay in a circle of 4"),
+        ([BufferUse("a", -1, 1, 1)], "no stay"),
+        ([BufferUse("a", 0, 0, 1)], "no stay"),
+        ([BufferUse("a", 0, 1, -1)], "no stay"),
+        ([BufferUse("a", 0, 1, 1), BufferUse("a", 1, 1, 1)], "two stays have one name"),
     ],
 )
-def test_what_is_no_stay_is_refused(stays: list[Stay], message: str) -> None:
+def test_what_is_no_stay_is_refused(stays: list[BufferUse], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan(stays, 4)
 

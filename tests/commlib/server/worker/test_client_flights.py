@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from commlib.server.protocol.messages import Ack, Observe, Pull, Push, Values
-from commlib.server.worker.client import Flights
+from commlib.server.worker.client import RequestTrace
 from commlib.telemetry.trace import NONE, Trace
 from tests.support.trace_reader import Clock, shown
 
@@ -34,7 +34,7 @@ class Case:
     def __init__(self) -> None:
         self.clock = Clock(0.0)
         self.trace = Trace(clock=self.clock)
-        self.flights = Flights()
+        self.flights = RequestTrace()
         self.flights.trace = self.trace
 
     def __call__(self, message: Push | Pull | Ack | Values | Observe) -> None:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from commlib.errors import PeerLost
-from commlib.server.job.chunks import Chunk, Piece
-from commlib.server.worker.prefetch import Cache
+from commlib.server.job.chunks import Chunk, ParameterPiece
+from commlib.server.worker.prefetch import PrefetchCache
 from tests.support.tiers import examples
 
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def chunks(rng: random.Random, count: int) -> list[Chunk]:
     """Of one piece or two, some of them large against the others."""
     sizes = [rng.choice([1, 10, 300, 2000]) for _ in range(count)]
     return [
-        Chunk((Piece(f"{i}", 0, n),) + ((Piece(f"{i}b", 0, 3),) if i % 2 else ()), torch.float32)
+        Chunk((ParameterPiece(f"{i}", 0, n),) + ((ParameterPiece(f"{i}b", 0, 3),) if i % 2 else ()), torch.float32)
         for i, n in enumerate(sizes)
     ]
 
@@ -71,7 +71,7 @@ def test_what_is_moved_is_what_it_was_in_any_order_and_a_deviation_is_noticed(
 ) -> None:
     rng = random.Random(seed)
     shards, own = Shards(rng), chunks(rng, count)
-    cache, by_key = Cache(shards, own, CPU, ahead), {c.key: c for c in own}
+    cache, by_key = PrefetchCache(shards, own, CPU, ahead), {c.key: c for c in own}
     last: dict[str, Tensor] = {}
     expected: list[tuple[str, list[float]]] = []
     asked: set[str] = set()
@@ -107,9 +107,9 @@ def test_what_is_moved_is_what_it_was_in_any_order_and_a_deviation_is_noticed(
 
 def test_values_come_before_they_are_needed_in_buffers_for_a_few_chunks_not_for_all() -> None:
     shards = Shards(random.Random(0))
-    own = [Chunk((Piece(str(i), 0, 1000),), torch.float32) for i in range(20)]
+    own = [Chunk((ParameterPiece(str(i), 0, 1000),), torch.float32) for i in range(20)]
     keys = [c.key for c in own]
-    cache = Cache(shards, own, CPU, ahead=2)
+    cache = PrefetchCache(shards, own, CPU, ahead=2)
     try:
         for step in range(4):
             for key in keys if step else ():
@@ -127,7 +127,7 @@ def test_values_come_before_they_are_needed_in_buffers_for_a_few_chunks_not_for_
 
 
 def test_what_goes_wrong_in_the_background_is_raised_where_it_is_needed() -> None:
-    chunk = Chunk((Piece("a", 0, 4),), torch.float32)
+    chunk = Chunk((ParameterPiece("a", 0, 4),), torch.float32)
 
     class Gone:
         def values(self, key: str) -> tuple[Tensor, Mapping[int, int]]:
@@ -136,7 +136,7 @@ def test_what_goes_wrong_in_the_background_is_raised_where_it_is_needed() -> Non
     def refuse(gradient: Tensor) -> None:
         raise PeerLost("nobody takes it")
 
-    cache = Cache(Gone(), [chunk], CPU)
+    cache = PrefetchCache(Gone(), [chunk], CPU)
     try:
         with pytest.raises(PeerLost, match="nobody has a"):
             cache.values(chunk.key)
@@ -151,4 +151,4 @@ def test_what_goes_wrong_in_the_background_is_raised_where_it_is_needed() -> Non
         cache.close()
         cache.close()
     with pytest.raises(ValueError, match="1 operation or more"):
-        Cache(Gone(), [chunk], CPU, ahead=0)
+        PrefetchCache(Gone(), [chunk], CPU, ahead=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.server.worker.prefetch import Sequence
+from commlib.server.worker.prefetch import KeySequence
 
 TOLD = ["abc", "a", "ab", "ab"]
 iterations = st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=8)
@@ -13,7 +13,7 @@ iterations = st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=8)
 
 @given(iterations)
 def test_an_operation_is_foretold_if_all_up_to_it_was_so_in_the_iteration_before(told: list[list[int]]) -> None:
-    sequence: Sequence[int] = Sequence()
+    sequence: KeySequence[int] = KeySequence()
     before: list[int] | None = None
     for iteration in told:
         for i, operation in enumerate(iteration):
@@ -27,7 +27,7 @@ def test_an_operation_is_foretold_if_all_up_to_it_was_so_in_the_iteration_before
 
 
 def test_nothing_is_known_at_first_and_an_iteration_that_ends_early_is_another() -> None:
-    sequence: Sequence[str] = Sequence()
+    sequence: KeySequence[str] = KeySequence()
     found = [(sequence.known, sequence.foretold, [sequence.note(o) for o in told], sequence.end()) for told in TOLD]
     assert found == [
         (None, False, [False, False, False], True),

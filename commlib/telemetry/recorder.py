@@ -30,7 +30,7 @@ TRACK = "training"
 """What the thread that trains does."""
 
 
-class Passes:
+class PassRecorder:
     """Of one model, until :meth:`remove`.
 
     A backward pass begins when it comes to the model's outputs (whatever these are made of, as long as ``torch`` finds
@@ -97,7 +97,7 @@ def _ignore(*_: Any) -> None:
 _log = logging.getLogger("commlib")
 
 
-class Part(Protocol):
+class TraceSource(Protocol):
     """What records something itself."""
 
     trace: Trace
@@ -108,7 +108,7 @@ class Traceable:
 
     _trace = NONE
     _recording: Recording | None = None
-    _parts: tuple[Part, ...] = ()
+    _parts: tuple[TraceSource, ...] = ()
     _traced_module: Callable[[], nn.Module | None]
 
     def trace(self, path: str | os.PathLike[str]) -> Recording:
@@ -139,7 +139,7 @@ class Traceable:
         self._record(trace)
         return self._recording
 
-    def _traces(self, module: nn.Module | None, rank: int, *parts: Part | None) -> None:
+    def _traces(self, module: nn.Module | None, rank: int, *parts: TraceSource | None) -> None:
         """This module's passes can be traced, and these parts; None: whoever this is records passes itself."""
         self._traced_module = weakref.ref(module) if module is not None else _nothing
         self._rank = rank
@@ -172,7 +172,7 @@ class Recording:
         trace.instant(TRACK, "recording")  # the first row, and zero
         self.path = path
         self._what, self._trace, self._process = weakref.ref(what), trace, os.getpid()
-        self._passes = Passes(module, trace) if module is not None else None
+        self._passes = PassRecorder(module, trace) if module is not None else None
         self._ended = weakref.finalize(what, self._end)
 
     @property

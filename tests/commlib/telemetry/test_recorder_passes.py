@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from commlib.telemetry.recorder import Passes
+from commlib.telemetry.recorder import PassRecorder
 from commlib.telemetry.trace import Trace
 from tests.support.trace_reader import Clock, shown
 
@@ -57,7 +57,7 @@ def test_passes_begin_and_end_when_the_model_computes(tmp_path: Path, like: str)
     make, pick = LIKE[like]
     net = Net(clock, make)
     trace = Trace(clock=clock)
-    passes = Passes(net, trace)
+    passes = PassRecorder(net, trace)
     for _ in range(2):
         out = net(torch.ones(3))
         clock.now += 10  # the loss
@@ -76,7 +76,7 @@ def test_a_forward_pass_without_gradients_has_no_backward_pass_and_one_that_fail
     clock = Clock()
     net = Net(clock)
     trace = Trace(clock=clock)
-    passes = Passes(net, trace)
+    passes = PassRecorder(net, trace)
     with torch.no_grad():
         net(torch.ones(3))
     net.fails = True
@@ -92,7 +92,7 @@ def test_one_that_is_backed_twice_has_two_backward_passes(tmp_path: Path) -> Non
     clock = Clock()
     net = Net(clock)
     trace = Trace(clock=clock)
-    passes = Passes(net, trace)
+    passes = PassRecorder(net, trace)
     loss = net(torch.ones(3)).sum()
     loss.backward(retain_graph=True)
     loss.backward()
@@ -104,7 +104,7 @@ def test_afterwards_the_model_has_no_hooks_and_its_copies_never_tell(tmp_path: P
     clock = Clock()
     net: Any = Net(clock)
     trace = Trace(clock=clock)
-    passes = Passes(net, trace)
+    passes = PassRecorder(net, trace)
     twin = copy.deepcopy(net)
     twin(torch.ones(3)).sum().backward()
     passes.remove()

@@ -30,7 +30,7 @@ from commlib.server.protocol.messages import Ack, Message, Pull, Push, Send, Val
 from commlib.server.worker.client import RequestTrace
 from commlib.server.worker.client_state import ClientState
 from commlib.server.worker.param_sync import ParamSync
-from commlib.telemetry.recorder import Passes
+from commlib.telemetry.recorder import PassRecorder
 from commlib.telemetry.trace import Trace
 from tests.support.rank_pool import Fleet
 from tests.support.tiers import examples
@@ -175,7 +175,7 @@ def served(profile: Profile, folder: Path, *, join: bool) -> Row:
     syncer.ask()
     syncer.take()
     syncer.trace = node.flights.trace = trace
-    passes = Passes(net, trace)
+    passes = PassRecorder(net, trace)
     for _ in range(STEPS):
         net(torch.ones(4)).sum().backward()
         syncer.end_step()
@@ -296,7 +296,7 @@ def step_by_step(machine: Machine, profile: Profile) -> Trace:
     group = Group(machine, trace)
     state._sequencer.extend([{"world": group}])
     state._record(trace)
-    passes = Passes(ddp, trace)
+    passes = PassRecorder(ddp, trace)
     for _ in range(STEPS):
         group.seconds.extend((f"bucket {i}", seconds) for i, (_, _, seconds) in enumerate(reversed(profile)))
         ddp(torch.ones(4)).sum().backward()

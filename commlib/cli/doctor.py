@@ -125,7 +125,7 @@ class Problem(TypedDict):
     required: bool
 
 
-class Report(TypedDict):
+class DoctorReport(TypedDict):
     """What ``commlib doctor --json`` prints. ``ok`` is false if something required is broken."""
 
     ok: bool
@@ -154,7 +154,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def examine(deadline: float | None) -> Report:
+def examine(deadline: float | None) -> DoctorReport:
     """Look at everything; run the self-test within ``deadline`` seconds, or not at all if None."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     versions |= {name: _version(name) for name in (*_REQUIRED, *_OPTIONAL)}
@@ -281,7 +281,7 @@ def _distributed_problems(backends: dict[str, bool], nics: Network, tested: Self
 # -- for people -----------------------------------------------------------------------------------
 
 
-def _print(report: Report) -> None:
+def _print(report: DoctorReport) -> None:
     out = Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
     host, nics, tested = report["host"], report["network"], report["selftest"]
     table = Table(show_header=False, box=None)

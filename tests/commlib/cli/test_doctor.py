@@ -9,7 +9,7 @@ import torch
 import typer
 
 from commlib.cli import doctor as module
-from commlib.cli.doctor import Report, doctor, examine
+from commlib.cli.doctor import DoctorReport, doctor, examine
 from commlib.messaging.network import Interface, gloo_choice, nccl_choice, network
 
 ETH = Interface(addresses=["192.0.2.7"], mbit=1000, up=True)
@@ -20,7 +20,7 @@ DOWN = Interface(addresses=[], mbit=None, up=False)
 def test_json_has_the_promised_fields(capsys: pytest.CaptureFixture[str]) -> None:
     doctor(as_json=True, selftest=False)
     report = json.loads(capsys.readouterr().out)
-    assert report.keys() == Report.__annotations__.keys()
+    assert report.keys() == DoctorReport.__annotations__.keys()
     assert report["ok"] is True
     assert report["versions"]["torch"].startswith(torch.__version__.partition("+")[0])
     assert report["backends"].keys() == {"gloo", "nccl", "mpi", "ucc"}

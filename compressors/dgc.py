@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from commlib.codecs.base import Carry, Compressor, LayerSpec, Memory, Slot
-from commlib.compressors.base.sparse import Sparse, kept
+from commlib.compressors.base.sparse import SparseCodec, kept
 from commlib.compressors.kernels.dispatch import kernels
 from commlib.compressors.none import Identity
 
@@ -72,11 +72,11 @@ _STAGES = 4  # of the warm-up
 
 
 @dataclasses.dataclass(frozen=True)
-class DGC(Sparse):
+class DGC(SparseCodec):
     """u ← m·u + g; v ← v + u; the largest values of v are sent, and u and v are zeroed there.
 
     It is the momentum *and* the error feedback: the optimizer must have neither. What a lossy
-    ``values`` does not send stays in v. Layout: :class:`Sparse`.
+    ``values`` does not send stays in v. Layout: :class:`SparseCodec`.
 
     Args:
         ratio: share of the values that is sent, in (0, 1].

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from commlib.compressors.base.blockwise import Blockwise
+from commlib.compressors.base.blockwise import BlockQuantized
 
 
 @dataclasses.dataclass(frozen=True)
-class Int4(Blockwise):
-    """L = 7: two values a byte (level + 7, the first in the low half), |error| ≤ absmax/14. Layout: :class:`Blockwise`.
+class Int4(BlockQuantized):
+    """L = 7: two values a byte (level + 7, the first in the low half), |error| ≤ absmax/14. Layout:
+    :class:`BlockQuantized`.
 
     Args:
         block: values that share a float32 scale.

@@ -7,17 +7,17 @@ import dataclasses
 from torch import Tensor
 
 from commlib.codecs.base import Carry, LayerSpec
-from commlib.compressors.base.blockwise import Blockwise
+from commlib.compressors.base.blockwise import BlockQuantized
 from commlib.compressors.kernels.dispatch import kernels
 
 _MOST_LEVELS = 32767  # 16 bits a value
 
 
 @dataclasses.dataclass(frozen=True)
-class QSGD(Blockwise):
+class QSGD(BlockQuantized):
     """x decodes to ‖x‖/s·sgn(x)·ξ, where ξ is s|x|/‖x‖ rounded up or down at random: unbiased.
 
-    Layout: :class:`Blockwise` with scale = the block's Euclidean norm and ⌈log₂(2s + 1)⌉ bits a value.
+    Layout: :class:`BlockQuantized` with scale = the block's Euclidean norm and ⌈log₂(2s + 1)⌉ bits a value.
     Variance: ‖x‖²/s²·Σ f(1 − f) with f the fractional parts, ≤ ω‖x‖², ω = min(d/s², √d/s), d = block.
 
     Args:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from commlib.codecs.base import Carry, Memory
-from commlib.compressors.base.sparse import Sparse, kept
+from commlib.compressors.base.sparse import SparseCodec, kept
 from commlib.compressors.kernels.reference.topk import largest_of_each
 
 
 @dataclasses.dataclass(frozen=True)
-class TopK(Sparse):
-    """The ⌈ratio·n⌉ values of largest magnitude; ties are resolved alike for equal input. Layout: :class:`Sparse`.
+class TopK(SparseCodec):
+    """The ⌈ratio·n⌉ values of largest magnitude; ties are resolved alike for equal input. Layout: :class:`SparseCodec`.
 
     Args:
         ratio: share of the values that is sent, in (0, 1].

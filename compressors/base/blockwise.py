@@ -10,7 +10,7 @@ from commlib.compressors.kernels.dispatch import kernels
 from commlib.compressors.kernels.reference.bitpack import fields_nbytes
 
 
-class Blockwise(Fused):
+class BlockQuantized(Fused):
     """value ≈ level/L · scale of its block; here scale = absmax and the level is the nearest (half to even).
 
     Payload: ⌈n/block⌉ float32 scales, then level + L in the fewest bits that hold 2L + 1 codes,

@@ -13,7 +13,7 @@ from commlib.compressors.kernels.reference.bitpack import elias_fano_nbytes
 from commlib.runtime.scratch import scratch
 
 
-class Sparse(Compressor):
+class SparseCodec(Compressor):
     """k = ⌈ratio·n⌉ values of largest magnitude (at least one), the rest is zero.
 
     Payload: the values in the order of their places, as the codec ``values`` writes a vector of k;

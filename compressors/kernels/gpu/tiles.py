@@ -23,7 +23,7 @@ SMALL = tl.constexpr(2.0**-64)
 UNIT = tl.constexpr(2.0**-24)
 
 
-class Cut(NamedTuple):
+class TileCut(NamedTuple):
     """How values in blocks are cut into tiles; FLAT: in tiles one after the other, whatever blocks they are of."""
 
     programs: int
@@ -38,17 +38,17 @@ class Cut(NamedTuple):
         return {"ROWS": self.ROWS, "WIDTH": self.WIDTH, "FLAT": self.FLAT}
 
 
-def cut(n: int, block: int, *, grain: int = 1, most: int = MOST) -> Cut:
+def cut(n: int, block: int, *, grain: int = 1, most: int = MOST) -> TileCut:
     """Tiles of n ≥ 1 values in blocks of ``block``; each begins at a multiple of ``grain`` (a power of two)."""
     if block < n and block % grain:
-        return Cut(-(-n // most), 1, 1, most, True)
+        return TileCut(-(-n // most), 1, 1, most, True)
     width = min(most, max(grain, triton.next_power_of_2(min(block, n))))
     chunks, blocks = -(-min(block, n) // width), -(-n // block)
     rows = min(most // width, triton.next_power_of_2(blocks))
-    return Cut(-(-blocks // rows) * chunks, chunks, rows, width, False)
+    return TileCut(-(-blocks // rows) * chunks, chunks, rows, width, False)
 
 
-class Packing(NamedTuple):
+class BitPacking(NamedTuple):
     """How whole numbers of a width in bits lie in bytes: GROUP of them fill BYTES, and each lies in up to SPAN."""
 
     WIDTH_IN_BITS: int
@@ -62,10 +62,10 @@ class Packing(NamedTuple):
         return {"BITS": self.WIDTH_IN_BITS, "GROUP": self.GROUP, "BYTES": self.BYTES}
 
 
-def packing(width: int) -> Packing:
+def packing(width: int) -> BitPacking:
     """Of numbers below 2^width, 1 ≤ width ≤ 16."""
     shared = math.gcd(8, width)
-    return Packing(width, 8 // shared, width // shared, (8 - shared + width + 7) // 8)
+    return BitPacking(width, 8 // shared, width // shared, (8 - shared + width + 7) // 8)
 
 
 @jit

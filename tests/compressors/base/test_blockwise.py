@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlib.codecs.base import LayerSpec
-from commlib.compressors.base.blockwise import Blockwise
+from commlib.compressors.base.blockwise import BlockQuantized
 from commlib.compressors.int4 import Int4
 from commlib.compressors.int8 import Int8
 from tests.support.hypothesis_strategies import GOLDEN, encode, fields_of, floats_of, roundtrip, tensors
@@ -35,7 +35,7 @@ def naive_levels(x: np.ndarray, block: int, levels: int) -> tuple[list[float], l
 
 @settings(max_examples=examples(40))
 @given(CODECS, tensors())
-def test_payload_is_float32_absmaxima_then_packed_levels(codec: Blockwise, x: torch.Tensor) -> None:
+def test_payload_is_float32_absmaxima_then_packed_levels(codec: BlockQuantized, x: torch.Tensor) -> None:
     scales, exact = naive_levels(x.view(-1).numpy(), codec.block, codec.levels)
     payload = encode(codec, x)
     head, width = 4 * len(scales), 8 if codec.levels == 127 else 4
@@ -49,7 +49,7 @@ def test_payload_is_float32_absmaxima_then_packed_levels(codec: Blockwise, x: to
 
 @settings(max_examples=examples(40))
 @given(CODECS, tensors())
-def test_error_is_at_most_half_a_level_and_absmax_is_exact(codec: Blockwise, x: torch.Tensor) -> None:
+def test_error_is_at_most_half_a_level_and_absmax_is_exact(codec: BlockQuantized, x: torch.Tensor) -> None:
     decoded = roundtrip(codec, x).view(-1)
     for part, back in zip(x.view(-1).split(codec.block), decoded.split(codec.block), strict=True):
         if part.numel():
@@ -67,7 +67,7 @@ def test_golden_vector() -> None:
 
 
 @pytest.mark.parametrize("codec", [Int8(), Int4(), Int8(block=31)], ids=str)
-def test_contraction_is_nearly_reached_by_half_levels(codec: Blockwise) -> None:
+def test_contraction_is_nearly_reached_by_half_levels(codec: BlockQuantized) -> None:
     x = torch.full((codec.block,), 0.4999 / codec.levels)
     x[0] = 1.0
     error = float((roundtrip(codec, x) - x).square().sum() / x.square().sum())

@@ -18,17 +18,17 @@ import torch
 import torch.distributed as dist
 
 from commlib.messaging.link_model import AlphaBeta
-from commlib.transports.process_group.algorithms.steps import Place, Schedule
+from commlib.transports.process_group.algorithms.steps import Position, Schedule
 
 from .arguments import Parts
-from .engine import Call, Engine
-from .host_tensors import Held
-from .work import Work
+from .engine import Engine, EngineCall
+from .host_tensors import HostTensors
+from .work import CollectiveWork
 
 _ProcessGroup: Any = dist.ProcessGroup  # its calls have two forms each; ours has those that torch.distributed uses
 
 
-class Identity(_ProcessGroup):  # type: ignore[misc]
+class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
     """A process group without calls. It is its own backend: PyTorch's would look for one of each device.
 
     Args:
@@ -37,7 +37,7 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
         timeout: of its calls, where they have none of their own.
     """
 
-    def __init__(self, store: Any, place: Place, timeout: datetime.timedelta) -> None:
+    def __init__(self, store: Any, place: Position, timeout: datetime.timedelta) -> None:
         super().__init__(place.rank, place.size)  # its form with a store makes none that Python may add to
         self._store, self._name, self._desc = store, "", ""
         self.options = types.SimpleNamespace(_timeout=timeout)
@@ -78,23 +78,23 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
 
     _set_default_timeout = set_timeout
 
-    def _get_backend(self, device: torch.device) -> Identity:
+    def _get_backend(self, device: torch.device) -> GroupIdentity:
         return self
 
     def _set_sequence_number_for_group(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class ScheduledCollective:
     """A collective: its text, this rank's schedule, what that reads and what it fills."""
 
     what: str
     schedule: Schedule
-    reads: Sequence[Held]
-    fills: Sequence[Held]
+    reads: Sequence[HostTensors]
+    fills: Sequence[HostTensors]
 
 
-class Calls(Identity):
+class GroupCalls(GroupIdentity):
     """A process group.
 
     Args:
@@ -109,7 +109,7 @@ class Calls(Identity):
     def __init__(
         self,
         store: Any,
-        place: Place,
+        place: Position,
         timeout: datetime.timedelta,
         engine: Engine,
         line: AlphaBeta,
@@ -128,7 +128,7 @@ class Calls(Identity):
 
     abort = shutdown
 
-    def _call(self, parts: Sequence[Part], result: Parts, opts: Any) -> Work:
+    def _call(self, parts: Sequence[ScheduledCollective], result: Parts, opts: Any) -> CollectiveWork:
         """One call of these collectives, one after another."""
 
         def schedule() -> Schedule:
@@ -144,8 +144,8 @@ class Calls(Identity):
 
         what = parts[0].what if len(parts) == 1 else f"{len(parts)} collectives, first {parts[0].what}"
         staged = [s for p in parts for held in p.fills for s in held.staged]
-        work = Work(what, result, self._engine.help, staged)
-        call = Call(work, schedule(), done, self._seconds(opts))
+        work = CollectiveWork(what, result, self._engine.help, staged)
+        call = EngineCall(work, schedule(), done, self._seconds(opts))
         return self._engine.submit(call, waited_for=not getattr(opts, "asyncOp", True))
 
     def _seconds(self, opts: Any) -> float:

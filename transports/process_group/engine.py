@@ -24,13 +24,13 @@ from commlib.messaging.endpoint import Endpoint
 from commlib.transports.process_group.algorithms.steps import Free, Recv, Schedule, Send
 
 from .collective_io import Going
-from .work import Work
+from .work import CollectiveWork
 
 _LOOK_S = 0.25  # so long a call may lie there whose caller said that it would wait, and does not
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class EngineCall:
     """One collective of this rank.
 
     Args:
@@ -40,7 +40,7 @@ class Call:
         timeout: seconds, from its beginning.
     """
 
-    work: Work
+    work: CollectiveWork
     schedule: Schedule
     done: Callable[[], None]
     timeout: float
@@ -59,7 +59,7 @@ class Engine:
         self._endpoint, self._name, self._roll_call = endpoint, name, roll_call
         self._lock = threading.Lock()
         self._work, self._ended = threading.Condition(self._lock), threading.Condition(self._lock)
-        self._queue: collections.deque[Call] = collections.deque()
+        self._queue: collections.deque[EngineCall] = collections.deque()
         self._busy = False
         self._closed = False
         self._error: BaseException | None = None
@@ -72,7 +72,7 @@ class Engine:
         """Calls that have begun."""
         return self._count
 
-    def submit(self, call: Call, *, waited_for: bool = False) -> Work:
+    def submit(self, call: EngineCall, *, waited_for: bool = False) -> CollectiveWork:
         """Puts a call behind those before it. After a failure it fails at once, and for the same reason.
 
         Args:
@@ -89,7 +89,7 @@ class Engine:
             call.work.end(error)
         return call.work
 
-    def help(self, work: Work) -> None:
+    def help(self, work: CollectiveWork) -> None:
         """Carries out calls up to this one, if no other thread does; else waits for that to come to something."""
         with self._lock:
             if work.is_completed():
@@ -129,12 +129,12 @@ class Engine:
                 call = self._begin()
             self._carry_out(call)
 
-    def _begin(self) -> Call:
+    def _begin(self) -> EngineCall:
         self._busy = True
         self._count += 1
         return self._queue.popleft()
 
-    def _carry_out(self, call: Call) -> None:
+    def _carry_out(self, call: EngineCall) -> None:
         error: BaseException | None = None
         try:
             self._run(call)
@@ -143,7 +143,7 @@ class Engine:
             error = self._gone(call, e)
         with self._lock:
             self._busy = False
-            left: list[Call] = []
+            left: list[EngineCall] = []
             if error is not None:
                 self._error = self._error or error
                 left, self._queue = list(self._queue), collections.deque()
@@ -156,7 +156,7 @@ class Engine:
 
     # -- one call -------------------------------------------------------------------------------
 
-    def _run(self, call: Call) -> None:
+    def _run(self, call: EngineCall) -> None:
         going = Going(self._endpoint, call.work.what, self._count, time.monotonic() + call.timeout)
         answer: Tensor | None = None
         while True:
@@ -174,7 +174,7 @@ class Engine:
                 going.free()
         going.free()
 
-    def _gone(self, call: Call, error: BaseException) -> BaseException:
+    def _gone(self, call: EngineCall, error: BaseException) -> BaseException:
         """The group is of no more use: tells the others, and returns the error, which says what it ended, and who is
         missing."""
         if self._closed and self._error is not None:

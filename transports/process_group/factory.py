@@ -14,13 +14,13 @@ from commlib.groups.handshake import roll_call_at
 from commlib.groups.world import World
 from commlib.transports.options import Options
 from commlib.transports.process_group.algorithms import choice
-from commlib.transports.process_group.algorithms.steps import Place
+from commlib.transports.process_group.algorithms.steps import Position
 from commlib.transports.zeromq import ZeroMQ
 
 from . import rendezvous
 from .engine import Engine
 from .group import ZmqGroup
-from .p2p import Mail
+from .p2p import Mailbox
 
 _ROLL_CALL_S = 3.0  # ranks that were told that one gave up answer at once
 _defaults: list[Options] = []
@@ -72,8 +72,8 @@ def create(about: Any, options: Options | None = None) -> ZmqGroup:
 
     reach = functools.partial(rendezvous.connect, store, "zmq/mail")
     engine = Engine(endpoint, job, functools.partial(roll_call_at, store, "zmq/roll", world, _ROLL_CALL_S))
-    place = Place(world.rank, world.size, choice.piece(line))
-    mail = Mail(place, open_mail, reach)
+    place = Position(world.rank, world.size, choice.piece(line))
+    mail = Mailbox(place, open_mail, reach)
     closing = threading.Lock()
     closed: list[bool] = []
 

@@ -1,7 +1,8 @@
 """Tensors as a call's schedule reads and fills them: contiguous, one-dimensional, in the host's memory.
 
-One that is that already is used as it is. Of others there is a copy: its values are good after :meth:`Flat.ready`, and
-what was filled is where it belongs after :meth:`Flat.back`; both are for the thread that carries out the call.
+One that is that already is used as it is. Of others there is a copy: its values are good after
+:meth:`HostTensor.ready`, and what was filled is where it belongs after :meth:`HostTensor.back`; both are for the thread
+that carries out the call.
 
 A GPU's tensor in the host's pinned memory, for as long as a call lasts, without a halt of what the GPU computes.
 
@@ -82,7 +83,7 @@ class Staged:
         return torch.cuda.stream(self._back)
 
 
-class Held(Protocol):
+class HostTensors(Protocol):
     """What a call reads and fills."""
 
     staged: Sequence[Staged]
@@ -94,7 +95,7 @@ class Held(Protocol):
         """Brings what was filled to where it belongs."""
 
 
-class Flat:
+class HostTensor:
     """One tensor.
 
     Args:
@@ -136,14 +137,14 @@ class Flat:
             self._tensor.copy_(self.values.view(self._tensor.shape))
 
 
-class Joined:
+class JoinedHostTensor:
     """Several of one dtype, as one behind the other.
 
     Args:
         flats: of which the values are wanted.
     """
 
-    def __init__(self, flats: Sequence[Flat]) -> None:
+    def __init__(self, flats: Sequence[HostTensor]) -> None:
         self._flats = flats
         self.staged: Sequence[Staged] = [s for f in flats for s in f.staged]
         self.values = torch.empty(sum(len(f.values) for f in flats), dtype=flats[0].values.dtype)
@@ -160,12 +161,12 @@ class Joined:
             flat.values.copy_(part)
             flat.back()
 
-    def _parts(self) -> list[tuple[Flat, Tensor]]:
+    def _parts(self) -> list[tuple[HostTensor, Tensor]]:
         lengths = [len(f.values) for f in self._flats]
         return list(zip(self._flats, torch.split(self.values, lengths), strict=True))
 
 
-class Sparse:
+class SparseHostTensor:
     """A sparse tensor, COO: its indices and values are sent, each (nnz, …), and it is filled with another.
 
     Args:
@@ -192,12 +193,12 @@ class Sparse:
             self._tensor.copy_(self.filled[0])
 
 
-def flats(tensors: Sequence[Tensor], *, read: bool = True) -> list[Flat]:
+def flats(tensors: Sequence[Tensor], *, read: bool = True) -> list[HostTensor]:
     """Each of them."""
-    return [Flat(t, read=read) for t in tensors]
+    return [HostTensor(t, read=read) for t in tensors]
 
 
-def joined(tensors: Sequence[Tensor]) -> Flat | Joined:
+def joined(tensors: Sequence[Tensor]) -> HostTensor | JoinedHostTensor:
     """All of them as one; (Σ n,).
 
     Raises:
@@ -206,4 +207,4 @@ def joined(tensors: Sequence[Tensor]) -> Flat | Joined:
     held = flats(tensors)
     if len({f.values.dtype for f in held}) != 1:
         raise ValueError(f"one call takes tensors of one dtype, got {sorted({str(t.dtype) for t in tensors})}")
-    return held[0] if len(held) == 1 else Joined(held)
+    return held[0] if len(held) == 1 else JoinedHostTensor(held)

@@ -21,10 +21,10 @@ from torch import Tensor
 from commlib.errors import CommlibError, PeerLost, ProtocolError
 from commlib.messaging.endpoint import Endpoint
 from commlib.messaging.frame import Buffer, Frame, from_buffer, to_buffer
-from commlib.transports.process_group.algorithms.steps import Place
+from commlib.transports.process_group.algorithms.steps import Position
 
-from .host_tensors import Flat
-from .work import Work
+from .host_tensors import HostTensor
+from .work import CollectiveWork
 
 M = TypeVar("M")
 T = TypeVar("T")
@@ -92,7 +92,7 @@ E = TypeVar("E", bound=Endpoint)
 class Receive:
     """One that waits for its message."""
 
-    def __init__(self, work: Work, flat: Flat, end: float, what: str) -> None:
+    def __init__(self, work: CollectiveWork, flat: HostTensor, end: float, what: str) -> None:
         self.work, self.flat, self.end, self.what = work, flat, end, what
 
     def fill(self, source: int, message: _Message) -> None:
@@ -112,7 +112,7 @@ class Receive:
         self.work.end()
 
 
-class Mail(Generic[E]):
+class Mailbox(Generic[E]):
     """One group's.
 
     Args:
@@ -121,7 +121,7 @@ class Mail(Generic[E]):
         connect: opens the way to a rank, waiting so many seconds until that says where it is.
     """
 
-    def __init__(self, place: Place, open: Callable[[], E], connect: Callable[[int, E, float], None]) -> None:
+    def __init__(self, place: Position, open: Callable[[], E], connect: Callable[[int, E, float], None]) -> None:
         self._place, self._open, self._connect = place, open, connect
         self._lock = threading.Condition()
         self._endpoint: E | None = None
@@ -134,10 +134,10 @@ class Mail(Generic[E]):
         self._reader: threading.Thread | None = None
         self._closed: BaseException | None = None
 
-    def send(self, tensor: Tensor, to: int, tag: int, seconds: float) -> Work:
+    def send(self, tensor: Tensor, to: int, tag: int, seconds: float) -> CollectiveWork:
         """Through once the tensor may be written to."""
-        work = Work(f"send({tensor.numel()} × {tensor.dtype}, to rank {to}, tag {tag})", [tensor])
-        flat = Flat(tensor)
+        work = CollectiveWork(f"send({tensor.numel()} × {tensor.dtype}, to rank {to}, tag {tag})", [tensor])
+        flat = HostTensor(tensor)
         with self._lock:
             if self._closed is not None:
                 raise self._closed
@@ -148,12 +148,12 @@ class Mail(Generic[E]):
         way.put((work, flat, tag, time.monotonic() + seconds))
         return work
 
-    def recv(self, tensor: Tensor, source: int | None, tag: int, seconds: float) -> Work:
-        """Through once it is filled; ``Work.source_rank`` says by whom."""
+    def recv(self, tensor: Tensor, source: int | None, tag: int, seconds: float) -> CollectiveWork:
+        """Through once it is filled; ``CollectiveWork.source_rank`` says by whom."""
         who = "any rank" if source is None else f"rank {source}"
         what = f"recv({tensor.numel()} × {tensor.dtype}, of {who}, tag {tag})"
-        flat = Flat(tensor, read=False)
-        work = Work(what, [tensor], staged=flat.staged)
+        flat = HostTensor(tensor, read=False)
+        work = CollectiveWork(what, [tensor], staged=flat.staged)
         receive = Receive(work, flat, time.monotonic() + seconds, what)
         with self._lock:
             if self._closed is not None:

@@ -18,7 +18,7 @@ Help = Callable[["Work"], None]
 """Gets a work done in the thread that waits for it, as far as that is possible; may return before it is."""
 
 
-class Work(dist.Work):
+class CollectiveWork(dist.Work):
     """A call under way. Any number of threads may wait for it.
 
     Waiting with a deadline that passes raises RuntimeError and changes nothing, as Gloo's does.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commlib.transports.process_group.group import ZmqGroup
-from commlib.transports.process_group.host_tensors import Flat, joined
+from commlib.transports.process_group.host_tensors import HostTensor, joined
 from tests.support.thread_groups import each, groups
 
 Make = Callable[[Tensor], Tensor]
@@ -120,7 +120,7 @@ def test_a_single_value_may_have_any_stride() -> None:
 
 def test_what_lies_right_is_used_as_it_is_and_nothing_is_copied() -> None:
     x = torch.arange(6.0).view(2, 3)
-    assert Flat(x).values.data_ptr() == joined([x]).values.data_ptr() == x.data_ptr()
+    assert HostTensor(x).values.data_ptr() == joined([x]).values.data_ptr() == x.data_ptr()
 
 
 def test_one_call_takes_tensors_of_one_dtype() -> None:
@@ -133,7 +133,7 @@ def test_one_call_takes_tensors_of_one_dtype() -> None:
 )
 def test_tensors_that_have_no_such_values_are_refused(bad: Tensor, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Flat(bad)
+        HostTensor(bad)
 
 
 # -- on a GPU, whose streams are late ---------------------------------------------------------------

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from commlib.transports.process_group.algorithms.steps import Place, Schedule, Send, into, receive, to
+from commlib.transports.process_group.algorithms.steps import Position, Schedule, Send, into, receive, to
 
 
-def broadcast(place: Place, flat: Tensor, root: int) -> Schedule:
+def broadcast(place: Position, flat: Tensor, root: int) -> Schedule:
     """(n,) of ``root`` to all, straight."""
     if place.rank != root:
         yield from into(root, place, flat)
@@ -23,7 +23,7 @@ def broadcast(place: Place, flat: Tensor, root: int) -> Schedule:
             yield Send(other, part)
 
 
-def broadcast_chain(place: Place, flat: Tensor, root: int) -> Schedule:
+def broadcast_chain(place: Position, flat: Tensor, root: int) -> Schedule:
     """(n,) of ``root`` to the next on the ring, and so on."""
     for part in place.pieces(flat):
         if place.rank != root:
@@ -32,7 +32,7 @@ def broadcast_chain(place: Place, flat: Tensor, root: int) -> Schedule:
             yield Send(place.right, part)
 
 
-def all_gather(place: Place, outs: Sequence[Tensor], flat: Tensor) -> Schedule:
+def all_gather(place: Position, outs: Sequence[Tensor], flat: Tensor) -> Schedule:
     """``outs[p]``, (n,) ← rank p's ``flat``, (n,), straight."""
     outs[place.rank].copy_(flat)
     for other in place.others():
@@ -41,14 +41,14 @@ def all_gather(place: Place, outs: Sequence[Tensor], flat: Tensor) -> Schedule:
         yield from into(source, place, outs[source])
 
 
-def all_gather_ring(place: Place, outs: Sequence[Tensor], flat: Tensor) -> Schedule:
+def all_gather_ring(place: Position, outs: Sequence[Tensor], flat: Tensor) -> Schedule:
     """The same, each part once around the ring, of two ranks or more. The parts need not be of one length."""
     outs[place.rank].copy_(flat)
     yield from to(place.right, place, outs[place.rank])
     yield from around(place, outs)
 
 
-def around(place: Place, outs: Sequence[Tensor]) -> Schedule:
+def around(place: Position, outs: Sequence[Tensor]) -> Schedule:
     """The ring's rest, once everyone has sent its own part: each is taken, and passed on but by its last."""
     for source in place.sources():
         for part in place.pieces(outs[source]):
@@ -57,7 +57,7 @@ def around(place: Place, outs: Sequence[Tensor]) -> Schedule:
                 yield Send(place.right, part)
 
 
-def gather(place: Place, outs: Sequence[Tensor], flat: Tensor, root: int) -> Schedule:
+def gather(place: Position, outs: Sequence[Tensor], flat: Tensor, root: int) -> Schedule:
     """``outs[p]``, (n,) ← rank p's ``flat``, (n,), on ``root`` only, which takes them one after another."""
     if place.rank != root:
         yield from to(root, place, flat)
@@ -67,7 +67,7 @@ def gather(place: Place, outs: Sequence[Tensor], flat: Tensor, root: int) -> Sch
         yield from into(source, place, outs[source])
 
 
-def scatter(place: Place, out: Tensor, parts: Sequence[Tensor], root: int) -> Schedule:
+def scatter(place: Position, out: Tensor, parts: Sequence[Tensor], root: int) -> Schedule:
     """``out``, (n,) ← ``parts[rank]``, (n,), of ``root``."""
     if place.rank != root:
         yield from into(root, place, out)
@@ -77,7 +77,7 @@ def scatter(place: Place, out: Tensor, parts: Sequence[Tensor], root: int) -> Sc
         yield from to(other, place, parts[other])
 
 
-def all_to_all(place: Place, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> Schedule:
+def all_to_all(place: Position, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> Schedule:
     """``outs[p]`` ← rank p's part for this one; of any lengths.
 
     In rounds: in the k-th a rank sends to the k-th on its right, and receives from the k-th on its left. So each line

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from commlib.transports.process_group.algorithms.copy import all_gather, around
-from commlib.transports.process_group.algorithms.steps import Fold, Free, Place, Schedule, Send, receive, to
+from commlib.transports.process_group.algorithms.steps import Fold, Free, Position, Schedule, Send, receive, to
 
 
-def all_reduce(place: Place, flat: Tensor, fold: Fold) -> Schedule:
+def all_reduce(place: Position, flat: Tensor, fold: Fold) -> Schedule:
     """(n,) summed in place, straight."""
     for other in place.others():
         yield from to(other, place, flat)
@@ -28,7 +28,7 @@ def all_reduce(place: Place, flat: Tensor, fold: Fold) -> Schedule:
     flat.copy_(total)
 
 
-def all_reduce_two_shot(place: Place, flat: Tensor, fold: Fold) -> Schedule:
+def all_reduce_two_shot(place: Position, flat: Tensor, fold: Fold) -> Schedule:
     """(n,) summed in place: every rank sums a segment, straight, and sends it to all. No more bytes than on the ring.
 
     What is sent before it is overwritten by the sum has arrived: it is part of that.
@@ -39,7 +39,7 @@ def all_reduce_two_shot(place: Place, flat: Tensor, fold: Fold) -> Schedule:
     yield from all_gather(place, segments, own)
 
 
-def all_reduce_ring(place: Place, flat: Tensor, fold: Fold) -> Schedule:
+def all_reduce_ring(place: Position, flat: Tensor, fold: Fold) -> Schedule:
     """(n,) summed in place: every segment is added up on its way around the ring, then goes round once more.
 
     Of two ranks or more. What is sent before it is overwritten by the sum has arrived: it is part of that.
@@ -50,19 +50,19 @@ def all_reduce_ring(place: Place, flat: Tensor, fold: Fold) -> Schedule:
     yield from around(place, segments)
 
 
-def reduce_scatter(place: Place, out: Tensor, parts: Sequence[Tensor], fold: Fold) -> Schedule:
+def reduce_scatter(place: Position, out: Tensor, parts: Sequence[Tensor], fold: Fold) -> Schedule:
     """``out``, (n,) ← the sum of all ranks' ``parts[rank]``, (n,), straight."""
     for other in place.others():
         yield from to(other, place, parts[other])
     yield from _sum(place, out, parts[place.rank], fold)
 
 
-def reduce_scatter_ring(place: Place, out: Tensor, parts: Sequence[Tensor], fold: Fold) -> Schedule:
+def reduce_scatter_ring(place: Position, out: Tensor, parts: Sequence[Tensor], fold: Fold) -> Schedule:
     """The same, around the ring, of two ranks or more."""
     yield from _add_around(place, parts, out, fold)
 
 
-def reduce(place: Place, flat: Tensor, root: int, fold: Fold) -> Schedule:
+def reduce(place: Position, flat: Tensor, root: int, fold: Fold) -> Schedule:
     """(n,) summed in place on ``root``, straight; the others' is left as it is."""
     if place.rank != root:
         yield from to(root, place, flat)
@@ -72,7 +72,7 @@ def reduce(place: Place, flat: Tensor, root: int, fold: Fold) -> Schedule:
     flat.copy_(total)
 
 
-def reduce_chain(place: Place, flat: Tensor, root: int, fold: Fold) -> Schedule:
+def reduce_chain(place: Position, flat: Tensor, root: int, fold: Fold) -> Schedule:
     """The same, from the one after ``root`` along the ring: each link carries the values once."""
     last = (root + 1) % place.size
     for part in place.pieces(flat):
@@ -87,7 +87,7 @@ def reduce_chain(place: Place, flat: Tensor, root: int, fold: Fold) -> Schedule:
         fold.end(flat)
 
 
-def _sum(place: Place, out: Tensor, own: Tensor, fold: Fold) -> Schedule:
+def _sum(place: Position, out: Tensor, own: Tensor, fold: Fold) -> Schedule:
     """``out`` ← what all have sent, added in the order of ranks; (n,)."""
     for rank in range(place.size):
         for o, mine in zip(place.pieces(out), place.pieces(own), strict=True):
@@ -100,7 +100,7 @@ def _sum(place: Place, out: Tensor, own: Tensor, fold: Fold) -> Schedule:
 
 
 def _add_around(
-    place: Place, parts: Sequence[Tensor], out: Tensor, fold: Fold, sums: Sequence[Tensor] | None = None
+    place: Position, parts: Sequence[Tensor], out: Tensor, fold: Fold, sums: Sequence[Tensor] | None = None
 ) -> Schedule:
     """``out`` ← the sum of all ranks' ``parts[rank]``. What others own is added up in ``sums``, or in new memory."""
     yield from to(place.right, place, parts[place.left])

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from commlib.transports.process_group.algorithms.copy import all_gather
-from commlib.transports.process_group.algorithms.steps import Place, Schedule, Step
+from commlib.transports.process_group.algorithms.steps import Position, Schedule, Step
 
 
-def all_reduce(place: Place, own: Tensor, into: list[Tensor]) -> Schedule:
+def all_reduce(place: Position, own: Tensor, into: list[Tensor]) -> Schedule:
     """Appends the sum of all ranks' ``own`` to ``into``, coalesced.
 
     Args:
@@ -33,7 +33,7 @@ def all_reduce(place: Place, own: Tensor, into: list[Tensor]) -> Schedule:
     into.append(total.coalesce())
 
 
-def _of_all(place: Place, rows: Tensor, lengths: Sequence[int]) -> Generator[Step, Tensor | None, Tensor]:
+def _of_all(place: Position, rows: Tensor, lengths: Sequence[int]) -> Generator[Step, Tensor | None, Tensor]:
     """All ranks' rows, one behind the other; (n, …) → (Σ n, …)."""
     found = rows.new_empty(sum(lengths), *rows.shape[1:])
     outs = [part.reshape(-1) for part in torch.split(found, list(lengths))]

@@ -49,7 +49,7 @@ Schedule = Generator[Step, "Tensor | None", None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Position:
     """This rank among the others.
 
     Args:
@@ -112,13 +112,13 @@ def receive(source: int, like: Tensor) -> Generator[Step, Tensor | None, Tensor]
     return got
 
 
-def into(source: int, place: Place, out: Tensor) -> Schedule:
+def into(source: int, place: Position, out: Tensor) -> Schedule:
     """Receives ``out``, (n,), piece by piece."""
     for part in place.pieces(out):
         part.copy_((yield from receive(source, part)))
 
 
-def to(target: int, place: Place, flat: Tensor) -> Schedule:
+def to(target: int, place: Position, flat: Tensor) -> Schedule:
     """Sends ``flat``, (n,), piece by piece."""
     for part in place.pieces(flat):
         yield Send(target, part)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from commlib.transports.process_group.algorithms import copy, reduce, sparse
-from commlib.transports.process_group.algorithms.steps import Fold, Place, into, to
+from commlib.transports.process_group.algorithms.steps import Fold, Position, into, to
 from tests.support.schedule_driver import drive, values
 
 SIZES = st.integers(1, 5)
@@ -21,8 +21,8 @@ ALL_REDUCES = [reduce.all_reduce, reduce.all_reduce_two_shot, reduce.all_reduce_
 SUM = Fold(add=Tensor.add_)
 
 
-def places(size: int, piece: int) -> list[Place]:
-    return [Place(r, size, piece) for r in range(size)]
+def places(size: int, piece: int) -> list[Position]:
+    return [Position(r, size, piece) for r in range(size)]
 
 
 def at_least(schedule: object, size: int) -> int:
@@ -145,7 +145,7 @@ def test_the_ring_sends_no_more_than_it_must() -> None:
 
 
 def test_the_driver_sees_a_schedule_that_overwrites_what_it_sent() -> None:
-    def hasty(place: Place, flat: Tensor):
+    def hasty(place: Position, flat: Tensor):
         yield from to(place.right, place, flat)
         flat.zero_()
         yield from into(place.left, place, flat)

@@ -22,7 +22,7 @@ from commlib.bench.launch.processes import run_ranks
 OnMessage = Callable[[int, Any], None]
 
 
-class Place(Protocol):
+class Target(Protocol):
     """Somewhere ranks can run."""
 
     world_size: int
@@ -61,11 +61,11 @@ class Here:
         self.world_size = ranks
 
     def run(self, target: Callable[..., Any], args: Sequence[object] = (), **options: Any) -> Any:
-        """As :meth:`Place.run`."""
+        """As :meth:`Target.run`."""
         return run_ranks(target, self.world_size, args, **options)[0]
 
     def facts(self) -> dict[str, object]:
-        """As :meth:`Place.facts`."""
+        """As :meth:`Target.facts`."""
         return {"ranks": self.world_size, "hosts": None, "ranks_per_host": self.world_size, "rate": None}
 
 
@@ -79,7 +79,7 @@ class InLab:
         self.world_size = lab.world_size
 
     def run(self, target: Callable[..., Any], args: Sequence[object] = (), **options: Any) -> Any:
-        """As :meth:`Place.run`."""
+        """As :meth:`Target.run`."""
         port = self.lab.start()
         where: dict[str, Any] = {
             "env": lambda rank: self.lab.environment(rank, port),
@@ -88,7 +88,7 @@ class InLab:
         return run_ranks(target, self.world_size, args, **where, **options)[0]
 
     def facts(self) -> dict[str, object]:
-        """As :meth:`Place.facts`."""
+        """As :meth:`Target.facts`."""
         rate = self.lab.rate(0)
         return {
             "ranks": self.world_size,
@@ -114,7 +114,7 @@ class UnderTorchrun:
         on_message: OnMessage | None = None,
         timeout: float | None = None,
     ) -> Any:
-        """As :meth:`Place.run`; messages and the time limit are torchrun's business."""
+        """As :meth:`Target.run`; messages and the time limit are torchrun's business."""
         try:
             result = target(*args)
         finally:
@@ -124,12 +124,12 @@ class UnderTorchrun:
         return result if int(os.environ["RANK"]) == 0 else None
 
     def facts(self) -> dict[str, object]:
-        """As :meth:`Place.facts`; how many hosts torchrun has, only torchrun knows."""
+        """As :meth:`Target.facts`; how many hosts torchrun has, only torchrun knows."""
         per_host = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
         return {"ranks": self.world_size, "hosts": None, "ranks_per_host": per_host, "rate": None}
 
 
-def check_peers(where: Place, backend: str) -> None:
+def check_peers(where: Target, backend: str) -> None:
     """Whether ranks can exchange anything there with this backend.
 
     Raises:
@@ -145,7 +145,7 @@ def check_peers(where: Place, backend: str) -> None:
 
 
 @contextlib.contextmanager
-def place(ranks: int | None, hosts: int | None, rate: str | None, ranks_per_host: int = 1) -> Iterator[Place]:
+def place(ranks: int | None, hosts: int | None, rate: str | None, ranks_per_host: int = 1) -> Iterator[Target]:
     """The place the shared options name; a lab is taken down at the end.
 
     Args:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .run import Run
+from .run import ChaosRun
 
 
 def main(
@@ -17,7 +17,7 @@ def main(
 ) -> None:
     """Train with a parameter server, kill and stop its processes at random moments, and look whether it ends right."""
     for each in range(seed, seed + runs):
-        begun, run = time.monotonic(), Run(each, quiet=not verbose)
+        begun, run = time.monotonic(), ChaosRun(each, quiet=not verbose)
         run.go()
         print(f"run {each}: {run.spec}, {', '.join(run.events)}: right, {time.monotonic() - begun:.1f} s", flush=True)
     print(f"{runs} runs ended right")

@@ -95,7 +95,7 @@ def worker(
 
 
 @dataclasses.dataclass
-class Seen:
+class WorkerReport:
     """What a worker told.
 
     Args:
@@ -115,7 +115,7 @@ class Seen:
                 setattr(self, what, value)
 
 
-class Run:
+class ChaosRun:
     """One training, with accidents drawn from a seed."""
 
     def __init__(self, seed: int, *, quiet: bool = True) -> None:
@@ -123,7 +123,7 @@ class Run:
         self._context: Any = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([__name__])
         self._shards: list[Any] = []
-        self._workers: list[tuple[int, Any, Connection, Seen]] = []
+        self._workers: list[tuple[int, Any, Connection, WorkerReport]] = []
         self._killed: set[int] = set()
         self.spec = self._draw.choice(["ssp:3", "asp", "bsp"])
         self.events: list[str] = []
@@ -173,7 +173,7 @@ class Run:
         process = self._context.Process(target=worker, args=args)
         process.start()
         theirs.close()
-        self._workers.append((place, process, ours, Seen()))
+        self._workers.append((place, process, ours, WorkerReport()))
 
     def _hear(self) -> None:
         for _, _, pipe, seen in self._workers:

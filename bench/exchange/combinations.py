@@ -33,14 +33,14 @@ BASELINE = Pair("none", "dense")
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class PairChoice:
     """The pairs to measure, the baseline first, and why others are not among them."""
 
     pairs: list[Pair]
     left_out: list[str]
 
 
-def choose(codecs: Sequence[str], exchanges: Sequence[str] = ()) -> Choice:
+def choose(codecs: Sequence[str], exchanges: Sequence[str] = ()) -> PairChoice:
     """Every codec with every exchange that can carry it.
 
     Args:
@@ -68,7 +68,7 @@ def choose(codecs: Sequence[str], exchanges: Sequence[str] = ()) -> Choice:
                 raise ValueError("; ".join(refused))
             pairs += found
             left_out += refused if exchanges else []  # else nobody asked for them
-    return Choice(list(dict.fromkeys(pairs)), left_out)
+    return PairChoice(list(dict.fromkeys(pairs)), left_out)
 
 
 def cheapest_first(pairs: Sequence[Pair], layers: Layers, world: int, min_size: int) -> list[Pair]:

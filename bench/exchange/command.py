@@ -15,13 +15,13 @@ from commlib.bench.options import Backend, BucketCap, Hosts, Json, PerHost, Rank
 from commlib.bench.progress import Bar
 from commlib.bench.results.record import Record, emit, facts
 from commlib.bench.results.table import Row, cell, console
-from commlib.bench.targets import Place, check_peers, place
+from commlib.bench.targets import Target, check_peers, place
 
 from .combinations import DEFAULT, QUICK, Pair, cheapest_first, choose
 from .results import hidden, rows
 from .runner import measure
-from .trial import Setting
-from .worker import Doing, Job, Outcome
+from .trial import TrialSetting
+from .worker import Doing, ExchangeJob, ExchangeOutcome
 
 
 def exchange(
@@ -65,8 +65,8 @@ def exchange(
     choice = choose(codecs or (QUICK if quick else DEFAULT), exchanges or ())
     with sigterm_raises(), place(ranks, hosts, rate, ranks_per_host) as where:
         check_peers(where, backend)
-        job = Job(
-            Setting(shapes, bucket_cap_mb=bucket_cap_mb, min_size=min_size, steps=steps),
+        job = ExchangeJob(
+            TrialSetting(shapes, bucket_cap_mb=bucket_cap_mb, min_size=min_size, steps=steps),
             cheapest_first(choice.pairs, shapes, where.world_size, min_size),
             rounds or (1 if quick else 3),
             (12.0 if quick else 80.0) if seconds is None else seconds,
@@ -94,7 +94,7 @@ def exchange(
         raise error
 
 
-def _unvisited(job: Job, outcome: Outcome) -> list[str]:
+def _unvisited(job: ExchangeJob, outcome: ExchangeOutcome) -> list[str]:
     """What the time did not suffice for."""
     pairs = [p for p in job.pairs if p not in outcome.left_out]
     planned, done = len(pairs) * job.rounds, len(outcome.visits)
@@ -106,7 +106,7 @@ def _unvisited(job: Job, outcome: Outcome) -> list[str]:
 
 
 def _record(
-    outcome: Outcome, job: Job, pairs: Sequence[Pair], where: Place, model: str
+    outcome: ExchangeOutcome, job: ExchangeJob, pairs: Sequence[Pair], where: Target, model: str
 ) -> tuple[dict[str, object], list[Row]]:
     parameters = sum(math.prod(shape) for _, shape in job.setting.layers)
     gbit_s = None if outcome.line is None else outcome.line.gbit_s

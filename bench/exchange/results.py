@@ -9,7 +9,7 @@ from commlib.bench.results.table import Row, table_width
 from commlib.telemetry.stats import PHASES
 
 from .combinations import BASELINE, Pair
-from .trial import Visit
+from .trial import ExchangeTrial
 
 # What a narrow table does without, the least missed first. Model and dense bytes are in the title.
 _DISPENSABLE = (
@@ -30,7 +30,7 @@ _DISPENSABLE = (
 
 
 def rows(
-    visits: Sequence[Visit], pairs: Sequence[Pair], *, model: str, parameters: int, line_gbit_s: float | None
+    visits: Sequence[ExchangeTrial], pairs: Sequence[Pair], *, model: str, parameters: int, line_gbit_s: float | None
 ) -> list[Row]:
     """A row for each pair that was visited; docs/benchmarks.md describes the columns.
 
@@ -43,7 +43,7 @@ def rows(
         model, parameters: repeated in every row.
         line_gbit_s: what a plain TCP stream reaches between two ranks; None if that is not known.
     """
-    by_pair: dict[Pair, list[Visit]] = {}
+    by_pair: dict[Pair, list[ExchangeTrial]] = {}
     for v in visits:
         by_pair.setdefault(v.pair, []).append(v)
     baseline_s = statistics.median(step_seconds(by_pair[BASELINE]))
@@ -54,7 +54,7 @@ def rows(
     ]
 
 
-def step_seconds(visits: Sequence[Visit]) -> list[float]:
+def step_seconds(visits: Sequence[ExchangeTrial]) -> list[float]:
     """How long every timed step took on its slowest rank."""
     return [max(of_ranks) for v in visits for of_ranks in zip(*(s.seconds for s in v.shares), strict=True)]
 
@@ -80,7 +80,9 @@ def hidden(table: Sequence[Row], width: int) -> tuple[str, ...]:
     return tuple(out)
 
 
-def _row(pair: Pair, visits: Sequence[Visit], line_gbit_s: float | None, baseline_s: float) -> Mapping[str, object]:
+def _row(
+    pair: Pair, visits: Sequence[ExchangeTrial], line_gbit_s: float | None, baseline_s: float
+) -> Mapping[str, object]:
     shares = [s for v in visits for s in v.shares]
     per_step = sum(len(s.seconds) for s in shares)  # steps × ranks: bytes are of one rank
     accounted = sum(s.accounted for s in shares) / per_step

@@ -6,18 +6,18 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from commlib.bench.lab import Counters
-from commlib.bench.targets import InLab, Place
+from commlib.bench.targets import InLab, Target
 from commlib.errors import CommlibError
 from commlib.messaging.throughput import Stream
 
 from .barrier import Arrived, Gate
-from .trial import Visit
-from .worker import Doing, Job, Outcome, main
+from .trial import ExchangeTrial
+from .worker import Doing, ExchangeJob, ExchangeOutcome, main
 
 
 def measure(
-    place: Place, job: Job, on_doing: Callable[[Doing], None] | None = None
-) -> tuple[Outcome | None, CommlibError | None]:
+    place: Target, job: ExchangeJob, on_doing: Callable[[Doing], None] | None = None
+) -> tuple[ExchangeOutcome | None, CommlibError | None]:
     """Run a job.
 
     Args:
@@ -39,11 +39,11 @@ def measure(
         follower = _Follower(gate, on_doing)
         job = dataclasses.replace(job, setting=dataclasses.replace(job.setting, gate=gate.path))
         try:
-            outcome: Outcome = place.run(main, (job,), on_message=follower)
+            outcome: ExchangeOutcome = place.run(main, (job,), on_message=follower)
         except CommlibError as e:
             if not follower.visits or follower.doing is None:
                 raise
-            told = Outcome(follower.line, follower.visits, {}, follower.doing.total)
+            told = ExchangeOutcome(follower.line, follower.visits, {}, follower.doing.total)
             return told, CommlibError(f"while {follower.doing.pair} was measured: {e}")
         return dataclasses.replace(outcome, visits=follower.visits), None
 
@@ -55,7 +55,7 @@ class _Follower:
         self._gate, self._on_doing = gate, on_doing
         self.doing: Doing | None = None
         self.line: Stream | None = None
-        self.visits: list[Visit] = []
+        self.visits: list[ExchangeTrial] = []
 
     def __call__(self, rank: int, message: object) -> None:
         if isinstance(message, Arrived):
@@ -66,7 +66,7 @@ class _Follower:
                 self._on_doing(message)
         elif isinstance(message, Stream):
             self.line = message
-        elif isinstance(message, Visit):  # rank 0 has it only after all have left the gate for the second time
+        elif isinstance(message, ExchangeTrial):  # rank 0 has it only after all have left the gate for the second time
             before, after = self._gate.readings[-2:]
             self.visits.append(dataclasses.replace(message, interfaces=_sum_of_differences(before, after)))
 

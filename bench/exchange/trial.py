@@ -23,7 +23,7 @@ import commlib
 from commlib.bench.lab import Counters
 from commlib.bench.models.shapes import Layers
 from commlib.bench.models.simulated import Replay
-from commlib.bench.results.socket_counters import Traffic, traffic
+from commlib.bench.results.socket_counters import SocketCounters, traffic
 from commlib.telemetry.stats import PHASES, Stats
 
 from .barrier import stand_still
@@ -60,7 +60,7 @@ def _hook(rehearsed: Rehearsed, bucket: dist.GradBucket) -> torch.futures.Future
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class TrialSetting:
     """What all visits have in common.
 
     Args:
@@ -81,7 +81,7 @@ class Setting:
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
+class TrialShare:
     """What one rank saw of the timed steps of a visit.
 
     Args:
@@ -95,16 +95,16 @@ class Share:
     seconds: list[float]
     accounted: int
     dense: int
-    sockets: Traffic | None
+    sockets: SocketCounters | None
     phases: dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True)
-class Visit:
+class ExchangeTrial:
     """The shares of all ranks, and what the hosts' interfaces sent meanwhile, together (None: no lab)."""
 
     pair: Pair
-    shares: list[Share]
+    shares: list[TrialShare]
     interfaces: Counters | None = None
 
     @property
@@ -117,7 +117,7 @@ class Refused(Exception):
     """The pair cannot be attached; every rank raises it, so that all are still in step."""
 
 
-def visit(pair: Pair, setting: Setting, slice_s: float) -> Visit:
+def visit(pair: Pair, setting: TrialSetting, slice_s: float) -> ExchangeTrial:
     """Measure a pair for about so many seconds. Collective; the same result on every rank.
 
     Raises:
@@ -149,9 +149,9 @@ def visit(pair: Pair, setting: Setting, slice_s: float) -> Visit:
         comm.close()
         del ddp, comm, replay
         gc.collect()  # DDP is a cycle
-    shares: list[Share | None] = [None] * dist.get_world_size()
+    shares: list[TrialShare | None] = [None] * dist.get_world_size()
     dist.all_gather_object(shares, share)
-    return Visit(pair, [s for s in shares if s is not None])
+    return ExchangeTrial(pair, [s for s in shares if s is not None])
 
 
 def affordable(left_s: float, step_s: float, most: int) -> int:
@@ -166,7 +166,7 @@ def largest(value: float, device: str) -> float:
     return shared.item()
 
 
-def _measure(ddp: DistributedDataParallel, comm: commlib.HookState, steps: int, gate: Path | None) -> Share:
+def _measure(ddp: DistributedDataParallel, comm: commlib.HookState, steps: int, gate: Path | None) -> TrialShare:
     # DDP settles its new buckets over the network in the forward pass of its second step: before the gate.
     loss = _forward(ddp)
     before = comm.stats()
@@ -196,10 +196,14 @@ def _step(loss: Tensor) -> float:
 
 
 def _share(
-    seconds: list[float], before: Stats, after: Stats, sent_before: Traffic | None, sent_after: Traffic | None
-) -> Share:
+    seconds: list[float],
+    before: Stats,
+    after: Stats,
+    sent_before: SocketCounters | None,
+    sent_after: SocketCounters | None,
+) -> TrialShare:
     counted = None if sent_before is None or sent_after is None else sent_after - sent_before
-    return Share(
+    return TrialShare(
         seconds,
         after.wire_bytes - before.wire_bytes,
         after.dense_bytes - before.dense_bytes,

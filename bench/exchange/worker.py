@@ -16,14 +16,14 @@ from commlib.bench.link.worker import measure_line
 from commlib.messaging.throughput import Stream
 
 from .combinations import BASELINE, Pair
-from .trial import Refused, Setting, Visit, largest, visit
+from .trial import ExchangeTrial, Refused, TrialSetting, largest, visit
 
 _PATIENCE = datetime.timedelta(minutes=5)  # for one collective: then the others are taken for lost
 _SHARE = 0.8  # of its part of the time left that a visit plans with: it may take longer than planned
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class ExchangeJob:
     """What to measure, and for how long.
 
     Args:
@@ -33,7 +33,7 @@ class Job:
         backend: gloo or nccl.
     """
 
-    setting: Setting
+    setting: TrialSetting
     pairs: list[Pair]
     rounds: int
     seconds: float
@@ -50,16 +50,16 @@ class Doing:
 
 
 @dataclasses.dataclass
-class Outcome:
+class ExchangeOutcome:
     """What came of it: the raw line, the visits in order, and why pairs were left out."""
 
     line: Stream | None
-    visits: list[Visit]
+    visits: list[ExchangeTrial]
     left_out: dict[Pair, str]
     planned: int
 
 
-def main(job: Job) -> Outcome:
+def main(job: ExchangeJob) -> ExchangeOutcome:
     """Run all of it; the same on every rank. The environment is torchrun's.
 
     Raises:
@@ -74,7 +74,7 @@ def main(job: Job) -> Outcome:
     began = time.monotonic()
     line = measure_line()
     _say(line)
-    done = Outcome(line, [], {}, len(job.pairs) * job.rounds)
+    done = ExchangeOutcome(line, [], {}, len(job.pairs) * job.rounds)
     for number in range(done.planned):
         pair = job.pairs[number % len(job.pairs)]
         if pair in done.left_out:

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from . import network_commands
-from .namespaces import Keeper, LabError
+from .namespaces import LabError, NamespaceHolder
 from .network_commands import HIGHEST, LOWEST
 
 _AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
@@ -63,7 +63,7 @@ class Lab:
         self._rates: list[float | None] = [None] * hosts
         self._starts = 0
         self._lock = threading.Lock()  # a schedule may change the rate while another thread reads counters
-        self._keeper = Keeper(network_commands.names(hosts))
+        self._keeper = NamespaceHolder(network_commands.names(hosts))
         try:
             self._batch("ip", network_commands.build(hosts))
             congestion = network_commands.congestion(_AVAILABLE.read_text())

@@ -45,7 +45,7 @@ class LabError(CommlibError):
     """There can be no lab here, or a command that changes one failed; the message has the reason."""
 
 
-class Keeper:
+class NamespaceHolder:
     """Namespaces of one's own, for as long as this object's owner lives.
 
     Args:

@@ -12,14 +12,14 @@ from commlib.bench.options import Hosts, Json, PerHost, Plot, Ranks, Rate, Save
 from commlib.bench.progress import Bar
 from commlib.bench.results.record import Record, emit, facts, write
 from commlib.bench.results.table import print_rows
-from commlib.bench.targets import Place, place
+from commlib.bench.targets import Target, place
 from commlib.errors import CommlibError, PeerLost, unknown
 
 from . import plot as plots
 from . import results, worker
 from .collectives import OPS
 from .sweep import ladder, parse_size, show_size
-from .worker import Measured, Progress, Settings, choose
+from .worker import LinkMeasured, LinkProgress, LinkSettings, choose
 
 _SECONDS, _QUICK = 60.0, 5.0
 _MAX, _QUICK_MAX = "256MB", "4MB"
@@ -70,7 +70,7 @@ def link(
             raise ValueError("a link has two ends: bench link needs at least 2 ranks (--ranks 2, or --hosts 2)")
         about = where.facts()
         here = where.world_size if where.launches else int(str(about["ranks_per_host"]))
-        settings = Settings(choose(backend or (), here), names, sizes, budget)
+        settings = LinkSettings(choose(backend or (), here), names, sizes, budget)
         measured = _run(where, settings)
     if measured is None:
         return  # torchrun's other ranks
@@ -88,7 +88,7 @@ def link(
     print_rows(results.summary(record), title=title)
 
 
-def make_record(measured: Measured, settings: Settings, about: dict[str, object]) -> Record:
+def make_record(measured: LinkMeasured, settings: LinkSettings, about: dict[str, object]) -> Record:
     """What is printed, saved and drawn."""
     line = measured.line
     run = facts(
@@ -102,18 +102,18 @@ def make_record(measured: Measured, settings: Settings, about: dict[str, object]
     return Record("link", run, results.rows(measured, int(str(about["ranks"]))))
 
 
-def _run(where: Place, settings: Settings) -> Measured | None:
+def _run(where: Target, settings: LinkSettings) -> LinkMeasured | None:
     """Measure, with a progress bar; what goes wrong on a rank is said in one line where we know what it means."""
     limit = _START_S + 3 * settings.seconds
     try:
         with Bar("the raw line", len(settings.backends) * len(settings.ops)) as bar:
 
             def show(rank: int, message: object) -> None:
-                if isinstance(message, Progress):
+                if isinstance(message, LinkProgress):
                     size = show_size(message.bytes) if message.bytes else ""
                     bar.show(done=message.done, text=f"{message.backend} {message.op} {size}".rstrip())
 
-            found: Measured | None = where.run(worker.main, (settings,), on_message=show, timeout=limit)
+            found: LinkMeasured | None = where.run(worker.main, (settings,), on_message=show, timeout=limit)
     except Terminated:
         print("told to stop (SIGTERM): all ranks were ended", file=sys.stderr)
         raise typer.Exit(143) from None

@@ -10,19 +10,19 @@ from commlib.messaging.link_model import FROM, AlphaBetaFit, fit
 
 from .collectives import OPS
 from .sweep import share_needed, show_size
-from .worker import Measured, Point
+from .worker import LinkMeasured, LinkPoint
 
 _SHOWN = (64_000, 1_000_000)  # bytes whose bandwidth the summary has, besides the largest
 
 
-def rows(measured: Measured, ranks: int) -> list[Row]:
+def rows(measured: LinkMeasured, ranks: int) -> list[Row]:
     """A row for every operation at every size, in the columns docs/benchmarks.md describes."""
     line = measured.line.gbit_s if measured.line else None
     fits = _fits(measured.points)
     return [_row(point, fits.get((point.backend, point.op)), ranks, line) for point in measured.points]
 
 
-def _row(point: Point, fitted: AlphaBetaFit | None, ranks: int, line: float | None) -> Row:
+def _row(point: LinkPoint, fitted: AlphaBetaFit | None, ranks: int, line: float | None) -> Row:
     factor = OPS[point.op].factor(ranks)
     bus = factor * point.bytes * 8e-9 / point.median if fitted else None
     predicted = fitted.predict(point.bytes) if fitted else None
@@ -42,7 +42,7 @@ def _row(point: Point, fitted: AlphaBetaFit | None, ranks: int, line: float | No
     }
 
 
-def _fits(points: Sequence[Point]) -> dict[tuple[str, str], AlphaBetaFit]:
+def _fits(points: Sequence[LinkPoint]) -> dict[tuple[str, str], AlphaBetaFit]:
     """A line for every operation that has sizes: all but the barrier."""
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for p in points:
@@ -104,7 +104,7 @@ def title(run: Mapping[str, object]) -> str:
     )
 
 
-def seconds_needed(measured: Measured, pairs: int) -> float:
+def seconds_needed(measured: LinkMeasured, pairs: int) -> float:
     """``--seconds`` with which nothing would be left out, by the times that were measured."""
     shares = []
     for (backend, op), missing in measured.left_out.items():
@@ -114,7 +114,7 @@ def seconds_needed(measured: Measured, pairs: int) -> float:
     return pairs * max(shares, default=0.0)
 
 
-def notes(measured: Measured, pairs: int) -> list[str]:
+def notes(measured: LinkMeasured, pairs: int) -> list[str]:
     """What is not in the table, why, and how to get it."""
     said = [f"{backend} cannot {op}: {why}" for (backend, op), why in measured.cannot.items()]
     if measured.left_out:

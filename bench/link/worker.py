@@ -66,7 +66,7 @@ _CHECKED = 64  # values a rank contributes to the check of each operation
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class LinkSettings:
     """What to measure: names and sizes in order, and how long it may take."""
 
     backends: tuple[str, ...]
@@ -76,7 +76,7 @@ class Settings:
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
+class LinkPoint:
     """One operation at one size; ``seconds`` are the slowest rank's, one for every repetition."""
 
     backend: str
@@ -97,7 +97,7 @@ class Point:
 
 
 @dataclasses.dataclass(frozen=True)
-class Progress:
+class LinkProgress:
     """What is being measured, and how many (backend, operation) pairs are done."""
 
     backend: str
@@ -107,16 +107,16 @@ class Progress:
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class LinkMeasured:
     """What a run gives; ``left_out`` are the sizes there was no time for, ``cannot`` what a backend refused."""
 
     line: Stream | None
-    points: list[Point]
+    points: list[LinkPoint]
     left_out: dict[tuple[str, str], tuple[int, ...]]
     cannot: dict[tuple[str, str], str]
 
 
-def main(settings: Settings) -> Measured:
+def main(settings: LinkSettings) -> LinkMeasured:
     """Measure all of it; every rank returns the same.
 
     Raises:
@@ -132,7 +132,7 @@ def main(settings: Settings) -> Measured:
         groups[name] = _make(name, lambda name=name: dist.new_group(backend=name, timeout=_TIMEOUT))
     began = time.monotonic()
     line = measure_line(min(1.0, settings.seconds / 20))
-    result = Measured(line, [], {}, {})
+    result = LinkMeasured(line, [], {}, {})
     bench = {name: Bench(name, group) for name, group in groups.items()}
     left = settings.seconds - bench[first].slowest([time.monotonic() - began])[0]
     pairs = [(backend, OPS[op]) for backend in settings.backends for op in settings.ops]
@@ -151,10 +151,10 @@ class Bench:
         self.device = _device(name)
         self._token = torch.zeros(1, device=self.device)
 
-    def measure(self, op: Op, sizes: Sequence[int], share: float, into: Measured, *, done: int) -> float:
+    def measure(self, op: Op, sizes: Sequence[int], share: float, into: LinkMeasured, *, done: int) -> float:
         """One operation at all sizes the share (seconds) has time for; the seconds it took on the slowest rank."""
         began = time.monotonic()
-        _say(Progress(self.name, op.name, 0, done))
+        _say(LinkProgress(self.name, op.name, 0, done))
         refused = self._try(op)
         if refused is not None:
             into.cannot[self.name, op.name] = refused
@@ -167,7 +167,7 @@ class Bench:
             if i and not sweep.affordable(sweep.expected(size, known, a_byte), first, left):
                 into.left_out[self.name, op.name] = tuple(sizes[i:])
                 break
-            _say(Progress(self.name, op.name, size, done))
+            _say(LinkProgress(self.name, op.name, size, done))
             values = whole(size, self.ranks) // 4
             runs.append(op.prepare(values, self.ranks, self.rank, self.device, self.group).run)
             known.append((size, self._probe(runs[-1], left)))
@@ -178,7 +178,7 @@ class Bench:
                 seconds += [self.once(run) for _ in range(count)]
         for size, seconds in zip(sizes, times, strict=False):
             nbytes = 0 if op.name == "barrier" else whole(size, self.ranks)
-            into.points.append(Point(self.name, op.name, nbytes, tuple(self.slowest(seconds))))
+            into.points.append(LinkPoint(self.name, op.name, nbytes, tuple(self.slowest(seconds))))
         return self._since(began)
 
     def _probe(self, run: Run, left: float) -> float:
@@ -248,7 +248,7 @@ def _device(backend: str) -> torch.device:
     return torch.device(kinds[0], torch.cuda.current_device()) if kinds[0] == "cuda" else torch.device(kinds[0])
 
 
-def _say(progress: Progress) -> None:
+def _say(progress: LinkProgress) -> None:
     if dist.get_rank() == 0:
         tell(progress)
 

@@ -12,7 +12,7 @@ _MOST_GBIT, _MOST_US, _MOST_TFLOPS, _MOST_BATCH = 100_000.0, 1e6, 100_000.0, 1_0
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class Assumptions:
     """Link and compute of a rank.
 
     Args:

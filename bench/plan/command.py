@@ -15,12 +15,12 @@ from commlib.bench.results.record import Record, emit, facts, write
 from commlib.bench.results.table import Row, console, print_rows
 
 from . import convergence_model, convergence_plot, plots, published, table, time_to_accuracy
-from .assumptions import Setting, parse_ranks
+from .assumptions import Assumptions, parse_ranks
 from .convergence_model import ALGORITHMS, Table
 from .custom_model import own
 from .known_models import MODELS, known
-from .model import Model
-from .schemes import Outcome, outcomes
+from .model import LayeredModel
+from .schemes import SchemeOutcome, outcomes
 from .time_to_accuracy import Question
 
 
@@ -31,9 +31,9 @@ def plan(
     ranks: Annotated[
         list[str] | None, typer.Option(help="Up to 4096; a list, or repeat it. [1,2,4,8,16,32]", show_default=False)
     ] = None,
-    gbit: Annotated[float, typer.Option(help="What a rank can send, Gbit/s.")] = Setting.gbit,
-    latency_us: Annotated[float, typer.Option(help="Of one message between two ranks, µs.")] = Setting.latency_us,
-    tflops: Annotated[float, typer.Option(help="What a rank sustains, TFLOP/s.")] = Setting.tflops,
+    gbit: Annotated[float, typer.Option(help="What a rank can send, Gbit/s.")] = Assumptions.gbit,
+    latency_us: Annotated[float, typer.Option(help="Of one message between two ranks, µs.")] = Assumptions.latency_us,
+    tflops: Annotated[float, typer.Option(help="What a rank sustains, TFLOP/s.")] = Assumptions.tflops,
     batch: Annotated[
         int | None, typer.Option(help="Examples a rank. [32; 8 for gpt2 and bert-large]", show_default=False)
     ] = None,
@@ -86,7 +86,7 @@ def plan(
     if algorithm:
         if layers or show_published or save is not None:
             raise ValueError("--algorithm prints and draws: leave out --layers, --published and --save")
-        link = Setting(gbit, latency_us, tflops, batch or Setting.batch)
+        link = Assumptions(gbit, latency_us, tflops, batch or Assumptions.batch)
         found = None if model is None else _model(model, positions, example)
         counts = parse_ranks(ranks) if ranks else (time_to_accuracy.RANKS,)
         asked = Question.of(algorithm, counts, step_s, meeting_s, tau, accuracy, found, link)
@@ -104,7 +104,7 @@ def plan(
     if plot is not None:
         plots.check(plot)
     found = _model(model, positions, example)
-    setting = Setting(gbit, latency_us, tflops, found.batch if batch is None else batch)
+    setting = Assumptions(gbit, latency_us, tflops, found.batch if batch is None else batch)
     if layers:
         _print_layers(found, as_json)
         return
@@ -121,7 +121,7 @@ def plan(
     _print(found, setting, steps)
 
 
-def make_record(model: Model, setting: Setting, steps: Sequence[Outcome]) -> Record:
+def make_record(model: LayeredModel, setting: Assumptions, steps: Sequence[SchemeOutcome]) -> Record:
     """What is printed as JSON, saved and drawn."""
     ranks = _ranks(steps)
     run = facts(
@@ -136,11 +136,11 @@ def make_record(model: Model, setting: Setting, steps: Sequence[Outcome]) -> Rec
     return Record("plan", run, table.record_rows(model, steps))
 
 
-def _ranks(steps: Sequence[Outcome]) -> tuple[int, ...]:
+def _ranks(steps: Sequence[SchemeOutcome]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(o.ranks for o in steps))
 
 
-def _model(name: str, positions: int | None, example: str | None) -> Model:
+def _model(name: str, positions: int | None, example: str | None) -> LayeredModel:
     if ":" not in name:
         if name in MODELS and example is not None:
             raise ValueError(f"--input is for a model of your own, module:factory; {name} has its own")
@@ -150,7 +150,7 @@ def _model(name: str, positions: int | None, example: str | None) -> Model:
     return own(name, example)
 
 
-def _print(model: Model, setting: Setting, steps: Sequence[Outcome]) -> None:
+def _print(model: LayeredModel, setting: Assumptions, steps: Sequence[SchemeOutcome]) -> None:
     print("\n".join([*table.about(model), table.of_a_rank(model, setting), ""]))
     print_rows(table.scaling(model, steps), title=table.SCALING_TITLE)
     ranks = _ranks(steps)
@@ -165,7 +165,7 @@ def _print(model: Model, setting: Setting, steps: Sequence[Outcome]) -> None:
         _print_points(beside)
 
 
-def _print_layers(model: Model, as_json: bool) -> None:
+def _print_layers(model: LayeredModel, as_json: bool) -> None:
     if as_json:
         print_rows(table.layer_rows(model), as_json=True)
         return

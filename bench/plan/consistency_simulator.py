@@ -36,7 +36,7 @@ class Read:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class SimulatedRun:
     """What happened.
 
     Args:
@@ -58,7 +58,7 @@ def simulate(
     *,
     travel: Callable[[], float] = lambda: 0.0,
     evaluate: Callable[[int], float] | None = None,
-) -> Run:
+) -> SimulatedRun:
     """Runs it to its end.
 
     Args:
@@ -96,9 +96,9 @@ class _Simulation:
         self._ended = [0] * workers
         self._reading: set[int] = set()
         self._asks: dict[int, tuple[int, int, float]] = {}  # worker → step, clock and time of a read that waits
-        self._run = Run(0.0, [], [])
+        self._run = SimulatedRun(0.0, [], [])
 
-    def run(self) -> Run:
+    def run(self) -> SimulatedRun:
         for worker in range(len(self._ends)):
             self._enter(worker)
         while self._events:

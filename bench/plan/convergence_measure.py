@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from commlib.bench.plan.consistency_simulator import simulate
-from commlib.bench.plan.convergence_model import ASYNCHRONOUS, LOCAL, SERIAL, Row, consistency, written
+from commlib.bench.plan.convergence_model import ASYNCHRONOUS, LOCAL, SERIAL, RoundsRow, consistency, written
 from commlib.bench.trainer.tasks.digits import load, mlp
 from commlib.local_sgd import outer_optimizers
 
@@ -192,13 +192,13 @@ def rounds_to(curves: list[list[float]]) -> Mapping[float, float]:
     return found
 
 
-def measure() -> Iterator[Row]:
+def measure() -> Iterator[RoundsRow]:
     """All of the table."""
     data = Data()
 
-    def rows(algorithm: str, ranks: int, tau: int, curves: list[list[float]]) -> Iterator[Row]:
+    def rows(algorithm: str, ranks: int, tau: int, curves: list[list[float]]) -> Iterator[RoundsRow]:
         for accuracy, count in rounds_to(curves).items():
-            yield Row(algorithm, ranks, tau, accuracy, count)
+            yield RoundsRow(algorithm, ranks, tau, accuracy, count)
 
     alone = outer_optimizers.make("average")
     yield from rows(SERIAL, 1, 1, [local_steps(data, alone, 1, 1, seed) for seed in SEEDS])

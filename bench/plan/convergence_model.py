@@ -33,7 +33,7 @@ _STEPS = 200  # in which a server's pace is seen
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class RoundsRow:
     """A line of the table.
 
     Args:
@@ -58,7 +58,7 @@ class Table:
         ValueError: nothing is known of one rank, to which all is compared.
     """
 
-    def __init__(self, rows: Iterable[Row]) -> None:
+    def __init__(self, rows: Iterable[RoundsRow]) -> None:
         self._found: dict[tuple[str, int, int], dict[float, float]] = {}
         for row in rows:
             self._found.setdefault((row.algorithm, row.ranks, row.tau), {})[row.accuracy] = row.rounds
@@ -104,15 +104,15 @@ def read(path: Path | None = None) -> Table:
     except (OSError, UnicodeDecodeError) as e:
         raise ValueError(f"--table: {str(path)!r} cannot be read ({e})") from e
     lines = csv.DictReader(io.StringIO(text))
-    fields = [f.name for f in dataclasses.fields(Row)]
+    fields = [f.name for f in dataclasses.fields(RoundsRow)]
     if lines.fieldnames != fields:
         raise ValueError(f"a convergence table begins with the line {','.join(fields)}, and not {lines.fieldnames}")
     return Table(_row(i, line) for i, line in enumerate(lines, 2))
 
 
-def _row(number: int, line: Mapping[str, str]) -> Row:
+def _row(number: int, line: Mapping[str, str]) -> RoundsRow:
     try:
-        row = Row(
+        row = RoundsRow(
             line["algorithm"], int(line["ranks"]), int(line["tau"]), float(line["accuracy"]), float(line["rounds"])
         )
     except (TypeError, ValueError) as e:
@@ -127,11 +127,11 @@ def _row(number: int, line: Mapping[str, str]) -> Row:
     return row
 
 
-def written(rows: Iterable[Row]) -> str:
+def written(rows: Iterable[RoundsRow]) -> str:
     """A table as :func:`read` reads it."""
     out = io.StringIO()
     lines = csv.writer(out, lineterminator="\n")
-    lines.writerow(f.name for f in dataclasses.fields(Row))
+    lines.writerow(f.name for f in dataclasses.fields(RoundsRow))
     for row in rows:
         lines.writerow([f"{v:g}" if isinstance(v, float) else v for v in dataclasses.astuple(row)])
     return out.getvalue()

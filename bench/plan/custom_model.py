@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from commlib.bench.models.shapes import find_factory
 from commlib.runtime.layers import linear_layers, trained_parameters
 
-from .model import Kind, Layer, Model
+from .model import Kind, LayeredModel, ModelLayer
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
@@ -26,7 +26,7 @@ _KINDS: tuple[tuple[Kind, tuple[type, ...]], ...] = (
 )
 
 
-def own(name: str, example: str | None) -> Model:
+def own(name: str, example: str | None) -> LayeredModel:
     """What ``module:factory`` returns, counted on an example.
 
     Linear layers are those whose factors ``commlib.attach`` would exchange.
@@ -58,7 +58,7 @@ def own(name: str, example: str | None) -> Model:
         raise ValueError(f"model {name!r}: has no parameters that are trained")
     if not sum(x.flops for x in layers):
         raise ValueError(f"model {name!r}: has no matrix product or convolution whose time could be told")
-    return Model(name, layers, example.replace(",", " × "), 32)
+    return LayeredModel(name, layers, example.replace(",", " × "), 32)
 
 
 def parse_example(text: str) -> tuple[tuple[int, ...], torch.dtype]:
@@ -92,7 +92,7 @@ def make(name: str) -> nn.Module:
     return made.to("meta")
 
 
-def count(module: nn.Module, examples: Tensor) -> tuple[Layer, ...]:
+def count(module: nn.Module, examples: Tensor) -> tuple[ModelLayer, ...]:
     """Layers in the order in which the forward pass first calls them, with FLOPs and rows of one example.
 
     A parameter belongs to the module that has it, or where that is not called, to the nearest called one around it; one
@@ -121,9 +121,9 @@ def count(module: nn.Module, examples: Tensor) -> tuple[Layer, ...]:
         name = names[m]
         rows = calls.rows.get(m, 0) // batch if name in factorable else 0
         if rows and isinstance(m, nn.Linear):
-            found = Layer(name, "linear", sizes[m], flops // batch, m.in_features, m.out_features, rows)
+            found = ModelLayer(name, "linear", sizes[m], flops // batch, m.in_features, m.out_features, rows)
         else:
-            found = Layer(name or type(m).__name__, _kind(m), sizes[m], flops // batch)
+            found = ModelLayer(name or type(m).__name__, _kind(m), sizes[m], flops // batch)
         if found.parameters or found.flops:
             layers.append(found)
     return tuple(layers)

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from commlib.bench.models.shapes import layers as parameters
 from commlib.errors import unknown
 
-from .model import Layer, Model, conv, grouped, linear, plain
+from .model import LayeredModel, ModelLayer, conv, grouped, linear, plain
 
 _Conv = tuple[str, int, int, int, int, int]
 """Name, inputs, outputs, height and width of the kernel, side of what comes out."""
 
 
-def inception_v3(auxiliary: bool = True) -> Iterator[Layer]:
+def inception_v3(auxiliary: bool = True) -> Iterator[ModelLayer]:
     """All layers, 1000 classes.
 
     Args:
@@ -39,7 +39,7 @@ def inception_v3(auxiliary: bool = True) -> Iterator[Layer]:
     yield linear("fc", [(1000, 2048), (1000,)], 1)
 
 
-def _normed(prefix: str, convs: tuple[_Conv, ...]) -> Iterator[Layer]:
+def _normed(prefix: str, convs: tuple[_Conv, ...]) -> Iterator[ModelLayer]:
     """Convolutions without a bias, each with its batch norm."""
     for name, inputs, outputs, height, width, side in convs:
         yield conv(f"{prefix}{name}.conv", [(outputs, inputs, height, width)], side**2)
@@ -117,7 +117,7 @@ def _block_e(inputs: int) -> tuple[_Conv, ...]:
 _IMAGENET_22K = 21841  # classes
 
 
-def vgg19(classes: int = 1000) -> Iterator[Layer]:
+def vgg19(classes: int = 1000) -> Iterator[ModelLayer]:
     """VGG-19 without batch norm, images of 224 × 224; 21841 classes make Poseidon's VGG19-22K."""
     pools = (4, 9, 18, 27)  # places in ``features``; what comes later sees half the side
     for name, shapes in grouped(parameters("vgg19")):
@@ -130,7 +130,7 @@ def vgg19(classes: int = 1000) -> Iterator[Layer]:
             yield linear(name, shapes, 1)
 
 
-def resnet50() -> Iterator[Layer]:
+def resnet50() -> Iterator[ModelLayer]:
     """ResNet-50, images of 224 × 224, the stride in the 3 × 3 convolutions."""
     for name, shapes in grouped(parameters("resnet50")):
         if name == "fc":
@@ -145,7 +145,7 @@ def resnet50() -> Iterator[Layer]:
             yield conv(name, shapes, (56 >> (stage - 1) << before_stride) ** 2)
 
 
-def gpt2(positions: int) -> Iterator[Layer]:
+def gpt2(positions: int) -> Iterator[ModelLayer]:
     """GPT-2 small. The head shares the embedding's weight: it computes, and has no parameters of its own."""
     width, vocabulary = 768, 50257
     for name, shapes in grouped(parameters("gpt2-small")):
@@ -157,10 +157,10 @@ def gpt2(positions: int) -> Iterator[Layer]:
             yield linear(name, shapes, positions, inputs_first=True)
         if name.endswith(".c_attn"):
             yield _attention(name.rpartition(".")[0], width, positions)
-    yield Layer("lm_head", "other", 0, 2 * width * vocabulary * positions)
+    yield ModelLayer("lm_head", "other", 0, 2 * width * vocabulary * positions)
 
 
-def bert_large(positions: int) -> Iterator[Layer]:
+def bert_large(positions: int) -> Iterator[ModelLayer]:
     """BERT-large as ``BertModel``: no head, and a pooler that sees the first position."""
     for name, shapes in grouped(parameters("bert-large")):
         if len(shapes[0]) == 1:
@@ -173,20 +173,20 @@ def bert_large(positions: int) -> Iterator[Layer]:
             yield _attention(name.rpartition(".")[0], 1024, positions)
 
 
-def _attention(name: str, width: int, positions: int) -> Layer:
+def _attention(name: str, width: int, positions: int) -> ModelLayer:
     """Scores of every position with every other, and the means they weight; no mask saves anything."""
-    return Layer(name, "attention", 0, 4 * width * positions**2)
+    return ModelLayer(name, "attention", 0, 4 * width * positions**2)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Images:
-    layers: Callable[[], Iterator[Layer]]
+    layers: Callable[[], Iterator[ModelLayer]]
     side: int
 
 
 @dataclasses.dataclass(frozen=True)
 class _Text:
-    layers: Callable[[int], Iterator[Layer]]
+    layers: Callable[[int], Iterator[ModelLayer]]
     most: int  # positions
 
 
@@ -202,7 +202,7 @@ MODELS = tuple(_KNOWN)
 """Names that :func:`known` takes."""
 
 
-def known(name: str, positions: int | None = None) -> Model:
+def known(name: str, positions: int | None = None) -> LayeredModel:
     """A model by name.
 
     Args:
@@ -219,7 +219,7 @@ def known(name: str, positions: int | None = None) -> Model:
         count = found.most if positions is None else positions
         if not 1 <= count <= found.most:
             raise ValueError(f"--positions of {name} must be from 1 to {found.most}, got {count}")
-        return Model(name, tuple(found.layers(count)), f"{count} positions", 8)
+        return LayeredModel(name, tuple(found.layers(count)), f"{count} positions", 8)
     if positions is not None:
         raise ValueError(f"--positions is for gpt2 and bert-large: {name} sees images")
-    return Model(name, tuple(found.layers()), f"3 × {found.side} × {found.side}", 32)
+    return LayeredModel(name, tuple(found.layers()), f"3 × {found.side} × {found.side}", 32)

@@ -13,7 +13,7 @@ Kind = Literal["attention", "conv", "embedding", "linear", "norm", "other"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Layer:
+class ModelLayer:
     """One layer. A FLOP is an addition or a multiplication, so a multiply-add counts two.
 
     Args:
@@ -41,7 +41,7 @@ class Layer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class LayeredModel:
     """Layers, and what one example is.
 
     Args:
@@ -52,7 +52,7 @@ class Model:
     """
 
     name: str
-    layers: tuple[Layer, ...]
+    layers: tuple[ModelLayer, ...]
     example: str
     batch: int
 
@@ -67,7 +67,7 @@ class Model:
         return sum(x.flops for x in self.layers)
 
     @property
-    def linear(self) -> tuple[Layer, ...]:
+    def linear(self) -> tuple[ModelLayer, ...]:
         """The layers whose gradient may travel as factors."""
         return tuple(x for x in self.layers if x.linear)
 
@@ -80,12 +80,12 @@ def grouped(parameters: Layers) -> list[tuple[str, list[tuple[int, ...]]]]:
     return list(found.items())
 
 
-def plain(name: str, kind: Kind, shapes: Sequence[tuple[int, ...]]) -> Layer:
+def plain(name: str, kind: Kind, shapes: Sequence[tuple[int, ...]]) -> ModelLayer:
     """A layer without arithmetic that counts."""
-    return Layer(name, kind, sum(map(math.prod, shapes)), 0)
+    return ModelLayer(name, kind, sum(map(math.prod, shapes)), 0)
 
 
-def conv(name: str, shapes: Sequence[tuple[int, ...]], pixels: int) -> Layer:
+def conv(name: str, shapes: Sequence[tuple[int, ...]], pixels: int) -> ModelLayer:
     """A convolution.
 
     Args:
@@ -93,10 +93,10 @@ def conv(name: str, shapes: Sequence[tuple[int, ...]], pixels: int) -> Layer:
         shapes: of its parameters; the weight is first, (outputs, inputs, height, width).
         pixels: height times width of what comes out.
     """
-    return Layer(name, "conv", sum(map(math.prod, shapes)), 2 * math.prod(shapes[0]) * pixels)
+    return ModelLayer(name, "conv", sum(map(math.prod, shapes)), 2 * math.prod(shapes[0]) * pixels)
 
 
-def linear(name: str, shapes: Sequence[tuple[int, ...]], rows: int, *, inputs_first: bool = False) -> Layer:
+def linear(name: str, shapes: Sequence[tuple[int, ...]], rows: int, *, inputs_first: bool = False) -> ModelLayer:
     """A linear layer with a weight of its own.
 
     Args:
@@ -106,4 +106,4 @@ def linear(name: str, shapes: Sequence[tuple[int, ...]], rows: int, *, inputs_fi
         inputs_first: the weight is (inputs, outputs).
     """
     m, n = shapes[0] if inputs_first else shapes[0][::-1]
-    return Layer(name, "linear", sum(map(math.prod, shapes)), 2 * m * n * rows, inputs=m, outputs=n, rows=rows)
+    return ModelLayer(name, "linear", sum(map(math.prod, shapes)), 2 * m * n * rows, inputs=m, outputs=n, rows=rows)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from commlib.bench.results.table import Row
 
-from .assumptions import Setting
+from .assumptions import Assumptions
 from .known_models import known
 from .schemes import outcomes
 
@@ -22,7 +22,7 @@ LATENCY_US, BATCH = 20.0, 32
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
+class PublishedPoint:
     """One published speed-up.
 
     Args:
@@ -45,16 +45,16 @@ class Point:
 
 
 POINTS = (
-    Point("Poseidon", "inception-v3", 32, 40.0, 31.5, "auto", _DOCS),
-    Point("TensorFlow", "inception-v3", 32, 40.0, 20.0, "no overlap", _DOCS),
-    Point("Poseidon", "vgg19-22k", 32, 40.0, 30.0, "auto", _DOCS),
-    Point("Poseidon", "vgg19-22k", 16, 10.0, 15.5, "auto", _SUMMARY),
+    PublishedPoint("Poseidon", "inception-v3", 32, 40.0, 31.5, "auto", _DOCS),
+    PublishedPoint("TensorFlow", "inception-v3", 32, 40.0, 20.0, "no overlap", _DOCS),
+    PublishedPoint("Poseidon", "vgg19-22k", 32, 40.0, 30.0, "auto", _DOCS),
+    PublishedPoint("Poseidon", "vgg19-22k", 16, 10.0, 15.5, "auto", _SUMMARY),
 )
 
 
-def predicted(point: Point, tflops: float) -> float:
+def predicted(point: PublishedPoint, tflops: float) -> float:
     """Speed-up by the point's scheme, in its set-up."""
-    found = outcomes(known(point.model), Setting(point.gbit, LATENCY_US, tflops, BATCH), point.ranks)
+    found = outcomes(known(point.model), Assumptions(point.gbit, LATENCY_US, tflops, BATCH), point.ranks)
     return next(o.speedup for o in found if o.scheme == point.scheme)
 
 

@@ -14,8 +14,8 @@ from commlib.planning.cost.choose import choose
 from commlib.planning.cost.overlap import Bucket, TrainingPass, finish
 from commlib.planning.cost.route_cost import Candidate
 
-from .assumptions import Setting
-from .model import Layer, Model
+from .assumptions import Assumptions
+from .model import LayeredModel, ModelLayer
 
 BYTES = 4
 """Of a value: float32."""
@@ -23,12 +23,12 @@ FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20
 """Bytes at which DDP closes its first bucket and every other one."""
 
 
-def alone_s(model: Model, setting: Setting) -> float:
+def alone_s(model: LayeredModel, setting: Assumptions) -> float:
     """Seconds of a step of one rank: forward, and twice that backward."""
     return setting.compute_s(3 * model.flops * setting.batch)
 
 
-def one_pass(model: Model, setting: Setting) -> TrainingPass:
+def one_pass(model: LayeredModel, setting: Assumptions) -> TrainingPass:
     """A step that is all dense.
 
     The backward pass goes through the layers from the last to the first. Each takes twice its forward pass: once for
@@ -52,7 +52,7 @@ def without_overlap(p: TrainingPass) -> TrainingPass:
     return dataclasses.replace(p, buckets=tuple(dataclasses.replace(b, ready=p.end) for b in p.buckets))
 
 
-def buckets(layers: Sequence[Layer]) -> Iterator[tuple[str, ...]]:
+def buckets(layers: Sequence[ModelLayer]) -> Iterator[tuple[str, ...]]:
     """Names of the layers that DDP hands over together, in its order: from the last layer on.
 
     A bucket is closed by the layer that fills it, so it may be larger than its limit. Weight and bias stay together.
@@ -83,7 +83,7 @@ SCHEMES: Mapping[str, str] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class SchemeOutcome:
     """One scheme on so many ranks.
 
     Args:
@@ -116,7 +116,7 @@ class Outcome:
         return tuple(name for name, way in self.ways.items() if way.route != "dense")
 
 
-def outcomes(model: Model, setting: Setting, ranks: int) -> list[Outcome]:
+def outcomes(model: LayeredModel, setting: Assumptions, ranks: int) -> list[SchemeOutcome]:
     """A step by every scheme, in the order of :data:`SCHEMES`.
 
     Args:
@@ -132,7 +132,7 @@ def outcomes(model: Model, setting: Setting, ranks: int) -> list[Outcome]:
     layers = {x.name: x for x in model.layers if x.parameters}
     dense = {name: route_cost.dense(BYTES * x.parameters, link) for name, x in layers.items()}
     if ranks == 1:
-        return [Outcome(1, scheme, alone, alone, dense) for scheme in SCHEMES]
+        return [SchemeOutcome(1, scheme, alone, alone, dense) for scheme in SCHEMES]
     rows = {name: _factors(x, setting, link) for name, x in layers.items() if x.linear}
     owned = {name: _adam(x, setting, link) for name, x in layers.items() if x.linear}
     blocks = {name: _owners(x, setting, link) for name, x in layers.items() if x.linear}
@@ -145,31 +145,31 @@ def outcomes(model: Model, setting: Setting, ranks: int) -> list[Outcome]:
         "auto": (p, chosen.ways),
         "adam": (p, {**dense, **owned}),
     }
-    return [Outcome(ranks, scheme, finish(*found[scheme]), alone, found[scheme][1]) for scheme in SCHEMES]
+    return [SchemeOutcome(ranks, scheme, finish(*found[scheme]), alone, found[scheme][1]) for scheme in SCHEMES]
 
 
-def crossover(layer: Layer, ranks: int) -> float:
+def crossover(layer: ModelLayer, ranks: int) -> float:
     """K*: rows of a rank above which its matrix is fewer bytes than its factors; ∞ for one rank."""
     return volume.crossover_rows(layer.inputs, layer.outputs, ranks, ranks)
 
 
-def _weight_gradient_s(layer: Layer, setting: Setting) -> float:
+def _weight_gradient_s(layer: ModelLayer, setting: Assumptions) -> float:
     """From a rank's own rows: as many FLOPs as the forward pass."""
     return setting.compute_s(layer.flops * setting.batch)
 
 
-def _factors(layer: Layer, setting: Setting, link: Link) -> Candidate:
+def _factors(layer: ModelLayer, setting: Assumptions, link: Link) -> Candidate:
     local = _weight_gradient_s(layer, setting)
     n, m, rows = layer.outputs, layer.inputs, layer.rows * setting.batch
     return route_cost.factors(n, m, rows, link, local_s=local, rebuild_s=link.world * local, itemsize=BYTES)
 
 
-def _owners(layer: Layer, setting: Setting, link: Link) -> Candidate:
+def _owners(layer: ModelLayer, setting: Assumptions, link: Link) -> Candidate:
     local, rows = _weight_gradient_s(layer, setting), layer.rows * setting.batch
     return route_cost.owners(layer.outputs, layer.inputs, rows, link, local_s=local, itemsize=BYTES)
 
 
-def _adam(layer: Layer, setting: Setting, link: Link) -> Candidate:
+def _adam(layer: ModelLayer, setting: Assumptions, link: Link) -> Candidate:
     """At the owner: all others' rows come in, and only then can the matrix go out, so both directions add up."""
     shape = volume.FactorableShape(layer.inputs, layer.outputs, layer.rows * setting.batch, link.world, link.world)
     seconds = 2 * setting.latency_s + link.all_gather.beta * BYTES * volume.adam_colocated(shape)

@@ -14,9 +14,9 @@ from collections.abc import Collection, Sequence
 from commlib.bench.results.table import Row, table_width
 from commlib.planning.cost.choose import MARGIN
 
-from .assumptions import Setting
-from .model import Layer, Model
-from .schemes import BYTES, SCHEMES, Outcome, alone_s, crossover
+from .assumptions import Assumptions
+from .model import LayeredModel, ModelLayer
+from .schemes import BYTES, SCHEMES, SchemeOutcome, alone_s, crossover
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,19 +29,19 @@ class Group:
     """
 
     name: str
-    layers: tuple[Layer, ...]
+    layers: tuple[ModelLayer, ...]
 
 
-def groups(layers: Sequence[Layer]) -> list[Group]:
+def groups(layers: Sequence[ModelLayer]) -> list[Group]:
     """All layers, in the order in which each group's first comes."""
-    found: dict[tuple[object, ...], list[Layer]] = {}
+    found: dict[tuple[object, ...], list[ModelLayer]] = {}
     for x in layers:
         key = (_pattern(x.name), x.kind, x.parameters, x.flops, x.inputs, x.outputs, x.rows)
         found.setdefault(key, []).append(x)
     return [Group(_common([x.name for x in its]), tuple(its)) for its in found.values()]
 
 
-def briefly(chosen: Collection[str], layers: Sequence[Layer]) -> str:
+def briefly(chosen: Collection[str], layers: Sequence[ModelLayer]) -> str:
     """Names of the chosen ones of these layers, a group at a time."""
     said = []
     for group in groups(layers):
@@ -63,7 +63,7 @@ def _common(names: Sequence[str]) -> str:
     return "".join(of[0] if len(set(of)) == 1 else "*" for of in zip(*parts, strict=True))
 
 
-def record_rows(model: Model, found: Sequence[Outcome]) -> list[Row]:
+def record_rows(model: LayeredModel, found: Sequence[SchemeOutcome]) -> list[Row]:
     """A row for every number of ranks and scheme. ``routes`` has the layers that are not dense."""
     return [
         {
@@ -81,7 +81,7 @@ def record_rows(model: Model, found: Sequence[Outcome]) -> list[Row]:
     ]
 
 
-def scaling(model: Model, found: Sequence[Outcome]) -> list[Row]:
+def scaling(model: LayeredModel, found: Sequence[SchemeOutcome]) -> list[Row]:
     """Speed-ups, a row a number of ranks, a column a scheme; auto's step, and how many linear layers send rows."""
     rows: list[Row] = []
     for ranks, its in itertools.groupby(found, key=lambda o: o.ranks):
@@ -98,7 +98,7 @@ def scaling(model: Model, found: Sequence[Outcome]) -> list[Row]:
     return rows
 
 
-def routes(model: Model, found: Sequence[Outcome]) -> list[str]:
+def routes(model: LayeredModel, found: Sequence[SchemeOutcome]) -> list[str]:
     """What auto chose, a line for every run of equal choices."""
     chosen = [o for o in found if o.scheme == "auto" and o.ranks > 1]
     said = []
@@ -109,14 +109,14 @@ def routes(model: Model, found: Sequence[Outcome]) -> list[str]:
     return said
 
 
-def _by_route(model: Model, found: Outcome) -> str:
+def _by_route(model: LayeredModel, found: SchemeOutcome) -> str:
     """Route by route, the layers that are not dense."""
     layers = {route: [n for n in found.changed if found.ways[n].route == route] for route in ("factors", "owners")}
     said = [f"{route} for {briefly(names, model.linear)}" for route, names in layers.items() if names]
     return "; ".join(said) or "all dense"
 
 
-def crossovers(model: Model, batch: int, ranks: Sequence[int]) -> list[dict[str, object]]:
+def crossovers(model: LayeredModel, batch: int, ranks: Sequence[int]) -> list[dict[str, object]]:
     """Linear layers with K* by number of ranks and whether the batch is below it; a row a group of equal layers."""
     rows: list[dict[str, object]] = []
     for group in groups(model.linear):
@@ -182,7 +182,7 @@ def _star(star: float, below: bool) -> str:
     return text if below else f"({text})"
 
 
-def layer_rows(model: Model) -> list[Row]:
+def layer_rows(model: LayeredModel) -> list[Row]:
     """The layer table: one row a group of equal layers; parameters and FLOPs are of all of them."""
     return [
         {
@@ -198,7 +198,7 @@ def layer_rows(model: Model) -> list[Row]:
     ]
 
 
-def layer_table(model: Model, width: int) -> list[Row]:
+def layer_table(model: LayeredModel, width: int) -> list[Row]:
     """:func:`layer_rows` for the reader. Only linear layers have rows."""
     rows: list[Row] = [
         {
@@ -213,7 +213,7 @@ def layer_table(model: Model, width: int) -> list[Row]:
     return fit(rows, "layer", width)
 
 
-def about(model: Model) -> list[str]:
+def about(model: LayeredModel) -> list[str]:
     """Name and size, and what an example is, in two lines."""
     share = sum(x.parameters for x in model.linear) / model.parameters
     layers = f"{len(model.linear)} linear layer{'' if len(model.linear) == 1 else 's'}"
@@ -224,7 +224,7 @@ def about(model: Model) -> list[str]:
     ]
 
 
-def of_a_rank(model: Model, setting: Setting) -> str:
+def of_a_rank(model: LayeredModel, setting: Assumptions) -> str:
     """The figures that the plan was made for, and a step without any exchange."""
     return f"a rank: {setting.words()}; a step alone takes {alone_s(model, setting) * 1e3:.4g} ms"
 

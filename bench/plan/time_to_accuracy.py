@@ -10,9 +10,9 @@ from commlib.bench.results.table import Row
 from commlib.errors import unknown
 
 from . import convergence_model
-from .assumptions import Setting
+from .assumptions import Assumptions
 from .convergence_model import ALGORITHMS, LOCAL, NAIVE, Table
-from .model import Model
+from .model import LayeredModel
 from .schemes import BYTES, alone_s
 
 RANKS = 5
@@ -64,8 +64,8 @@ class Question:
         meeting_s: float | None,
         tau: int | None,
         accuracy: float,
-        model: Model | None,
-        setting: Setting,
+        model: LayeredModel | None,
+        setting: Assumptions,
     ) -> Question:
         """From options: C and S as given, or as a model and a link make them; else C is 1 s, and S of all sizes.
 
@@ -96,7 +96,7 @@ class Question:
         return found
 
 
-def ring_s(nbytes: int, ranks: int, setting: Setting) -> float:
+def ring_s(nbytes: int, ranks: int, setting: Assumptions) -> float:
     """Seconds in which all values are averaged, with nothing beside it."""
     return 2 * (ranks - 1) / ranks * nbytes * 8 / (setting.gbit * 1e9) + 2 * (ranks - 1) * setting.latency_s
 

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from . import formatting
-from .recommendation import Contender, find_baseline, judge
+from .recommendation import MeasuredRoute, find_baseline, judge
 
 BLUE, ORANGE, GREEN, RED, GREY, INK = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#8c8c8c", "#222222"
 _WIDTH = 9.0  # inches, at 9 points a letter: on the page letters come out at the size of its text
@@ -59,7 +59,7 @@ def bar_rows(
     return figure, axes
 
 
-def step_times(axes: Axes, shown: Sequence[Contender], colours: Sequence[str], baseline: str, room: float) -> None:
+def step_times(axes: Axes, shown: Sequence[MeasuredRoute], colours: Sequence[str], baseline: str, room: float) -> None:
     """Step times with their spread, and at each bar the time and the ratio to the baseline.
 
     Args:
@@ -128,7 +128,7 @@ def log_axis(axes: Axes, show: Callable[[float], str]) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
-def _compared(c: Contender, base: Contender | None) -> str:
+def _compared(c: MeasuredRoute, base: MeasuredRoute | None) -> str:
     if c.baseline or c.versus is None or base is None:
         return ""
     judgement = judge(c, base)

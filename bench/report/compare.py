@@ -26,7 +26,7 @@ _FACTS = ("cpu", "cores", "system", "torch", "python", "commlib", "backend")  # 
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class RecordKind:
     """How the rows of one kind are compared.
 
     Args:
@@ -40,16 +40,16 @@ class Kind:
     gate: str | None
 
 
-KINDS: Mapping[str, Kind] = {
-    "train": Kind(("model", "route"), ("step_s", "vs_ddp", "times_fewer"), "vs_ddp"),
-    "fsdp2": Kind(("model", "route"), ("step_s", "vs_fsdp2", "times_fewer"), "vs_fsdp2"),
-    "exchange": Kind(
+KINDS: Mapping[str, RecordKind] = {
+    "train": RecordKind(("model", "route"), ("step_s", "vs_ddp", "times_fewer"), "vs_ddp"),
+    "fsdp2": RecordKind(("model", "route"), ("step_s", "vs_fsdp2", "times_fewer"), "vs_fsdp2"),
+    "exchange": RecordKind(
         ("model", "exchange", "codec"),
         ("step_s", "compress_s", "wire_s", "decompress_s", "vs_dense", "times_fewer"),
         "vs_dense",
     ),
-    "link": Kind(("backend", "op", "bytes"), ("seconds", "of_line"), None),
-    "codec": Kind(("codec", "op", "numel", "dtype", "device"), ("seconds", "copy_multiple"), "copy_multiple"),
+    "link": RecordKind(("backend", "op", "bytes"), ("seconds", "of_line"), None),
+    "codec": RecordKind(("codec", "op", "numel", "dtype", "device"), ("seconds", "copy_multiple"), "copy_multiple"),
 }
 Key = tuple[object, ...]
 Side = dict[tuple[str, Key], list[Row]]

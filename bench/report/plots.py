@@ -31,7 +31,7 @@ from .charts import (
     time_unit,
 )
 from .findings import BASELINE
-from .recommendation import Contender, contenders
+from .recommendation import MeasuredRoute, contenders
 
 _BY = {"baseline": (GREY, ""), "commlib": (BLUE, "commlib"), "pytorch": (ORANGE, "PyTorch's own hooks")}
 _PHASES = (("compress", BLUE), ("decompress", GREEN), ("the rest: wire and waiting", "#cfcfcf"))
@@ -210,11 +210,11 @@ def _link(record: Record) -> list[Picture]:
     return [Picture(figure, f"Time and bus bandwidth of collectives by message size: {formatting.setting(record.run)}")]
 
 
-def _remark(c: Contender) -> str:
+def _remark(c: MeasuredRoute) -> str:
     return "  (baseline)" if c.baseline else "  (exact)" if c.exact else ""
 
 
-def _timed(rows: Sequence[Row]) -> tuple[list[Contender], list[Row]]:
+def _timed(rows: Sequence[Row]) -> tuple[list[MeasuredRoute], list[Row]]:
     """The timed routes of an exchange record, the shortest step first, and the row of each."""
     field = [c for c in contenders("exchange", rows) if not c.failure]
     of = {f"{r.get('codec')}@{r.get('exchange')}": r for r in rows}

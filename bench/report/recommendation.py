@@ -41,7 +41,7 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True)
-class Contender:
+class MeasuredRoute:
     """One route of a benchmark.
 
     Args:
@@ -67,13 +67,13 @@ class Contender:
     loss_ok: bool | None = None
 
 
-def contenders(kind: str, rows: Iterable[Row]) -> list[Contender]:
+def contenders(kind: str, rows: Iterable[Row]) -> list[MeasuredRoute]:
     """The rows of one model of a race or an ``exchange`` record, the shortest step first, failures last."""
     made = [_from_race(kind, row) if kind in RACES else _from_exchange(row) for row in rows]
     return sorted(made, key=lambda c: (c.failure is not None, c.step_s or math.inf))
 
 
-def judge(contender: Contender, baseline: Contender) -> Judgement:
+def judge(contender: MeasuredRoute, baseline: MeasuredRoute) -> Judgement:
     """The rule of this module; "unknown" where a time or a spread is missing."""
     if contender.failure or baseline.failure or contender.versus is None:
         return "unknown"
@@ -85,12 +85,12 @@ def judge(contender: Contender, baseline: Contender) -> Judgement:
     return "faster" if change < 0 else "slower"
 
 
-def find_baseline(field: Sequence[Contender]) -> Contender | None:
+def find_baseline(field: Sequence[MeasuredRoute]) -> MeasuredRoute | None:
     """The route the others are compared with, if it was timed and its own result is right."""
     return next((c for c in field if c.baseline and not c.failure and c.loss_ok is not False and c.step_s), None)
 
 
-def recommend(field: Sequence[Contender], *, exact: bool = False) -> Contender | None:
+def recommend(field: Sequence[MeasuredRoute], *, exact: bool = False) -> MeasuredRoute | None:
     """The fastest route that is faster than the baseline, did not fail, and whose loss is not wrong.
 
     Args:
@@ -104,7 +104,7 @@ def recommend(field: Sequence[Contender], *, exact: bool = False) -> Contender |
     return max(better, key=lambda c: c.versus or 0.0, default=None)
 
 
-def sentences(field: Sequence[Contender], *, where: str, baseline: str, line_share: float | None) -> list[Finding]:
+def sentences(field: Sequence[MeasuredRoute], *, where: str, baseline: str, line_share: float | None) -> list[Finding]:
     """All there is to say of one model.
 
     Args:
@@ -123,7 +123,7 @@ def sentences(field: Sequence[Contender], *, where: str, baseline: str, line_sha
     return [*wrong, *said, *_others(field, base, baseline), *_failures(field), *_line(line_share, baseline)]
 
 
-def clause(field: Sequence[Contender], *, model: str, baseline: str) -> str:
+def clause(field: Sequence[MeasuredRoute], *, model: str, baseline: str) -> str:
     """The shortest verdict: ``onebit saves 71 % for fc``."""
     base, best = find_baseline(field), recommend(field)
     if base is None:
@@ -147,7 +147,7 @@ def line_share(rows: Iterable[Row], run: Mapping[str, object], kind: str) -> flo
     return 8e-9 * sent / step / line if sent and step and line else None
 
 
-def _headline(field: Sequence[Contender], base: Contender, baseline: str) -> str:
+def _headline(field: Sequence[MeasuredRoute], base: MeasuredRoute, baseline: str) -> str:
     best, exact = recommend(field), recommend(field, exact=True)
     took = formatting.seconds(base.step_s or 0.0)
     if best is None:
@@ -166,11 +166,11 @@ def _headline(field: Sequence[Contender], base: Contender, baseline: str) -> str
     return f"{text} The fastest exact route is {exact.name}, it saves {_saved(exact)}."
 
 
-def _others(field: Sequence[Contender], base: Contender, baseline: str) -> list[Finding]:
+def _others(field: Sequence[MeasuredRoute], base: MeasuredRoute, baseline: str) -> list[Finding]:
     """Every route that ran, by what may be said of it; the one of the headline is there already."""
     best = recommend(field)
     ran = [c for c in field if c is not base and c is not best and not c.failure and c.loss_ok is not False]
-    kinds: dict[Judgement, list[Contender]] = {"faster": [], "slower": [], "same": [], "unknown": []}
+    kinds: dict[Judgement, list[MeasuredRoute]] = {"faster": [], "slower": [], "same": [], "unknown": []}
     for c in ran:
         kinds[judge(c, base)].append(c)
     said = []
@@ -186,12 +186,12 @@ def _others(field: Sequence[Contender], base: Contender, baseline: str) -> list[
     return [Finding(text) for text in said]
 
 
-def _failures(field: Sequence[Contender]) -> list[Finding]:
+def _failures(field: Sequence[MeasuredRoute]) -> list[Finding]:
     failed = [f"{c.name} ({c.failure})" for c in field if c.failure]
     return [Finding(f"Failed, and has no figures: {formatting.join(failed)}.")] if failed else []
 
 
-def _wrong(c: Contender, field: Sequence[Contender], where: str) -> Finding:
+def _wrong(c: MeasuredRoute, field: Sequence[MeasuredRoute], where: str) -> Finding:
     reference = next((b.loss for b in field if b.baseline and b is not c), None)
     if c.loss is None or reference is None:
         return Finding(f"Wrong result: {where}: {c.name} does not give what it must. {_AVOID}", True)
@@ -218,15 +218,15 @@ def _line(share: float | None, baseline: str) -> list[Finding]:
     return [Finding(f"{text}: the link alone does not explain its step. The rest is {rest}.")]
 
 
-def _names(field: Sequence[Contender]) -> str:
+def _names(field: Sequence[MeasuredRoute]) -> str:
     return formatting.join([_label(c) for c in field])
 
 
-def _label(c: Contender) -> str:
+def _label(c: MeasuredRoute) -> str:
     return f"{c.name} (exact)" if c.exact else c.name
 
 
-def _saved(c: Contender) -> str:
+def _saved(c: MeasuredRoute) -> str:
     return formatting.percent(1 - 1 / c.versus) if c.versus else "–"
 
 
@@ -236,9 +236,9 @@ def _is_baseline(kind: str, row: Row) -> bool:
     return row.get("exchange") == "dense" and row.get("codec") == "none"
 
 
-def _from_race(kind: str, row: Row) -> Contender:
+def _from_race(kind: str, row: Row) -> MeasuredRoute:
     status, ok = row.get("status"), row.get("loss_ok")
-    return Contender(
+    return MeasuredRoute(
         name=str(row.get("route")),
         baseline=_is_baseline(kind, row),
         exact=formatting.exact(row),
@@ -251,9 +251,9 @@ def _from_race(kind: str, row: Row) -> Contender:
     )
 
 
-def _from_exchange(row: Row) -> Contender:
+def _from_exchange(row: Row) -> MeasuredRoute:
     step = formatting.positive(row.get("step_s"))
-    return Contender(
+    return MeasuredRoute(
         name=f"{row.get('codec')}@{row.get('exchange')}",
         baseline=_is_baseline("exchange", row),
         exact=formatting.exact(row),

@@ -20,18 +20,18 @@ _LENGTH = 216
 
 
 @dataclasses.dataclass(frozen=True)
-class Traffic:
+class SocketCounters:
     """TCP payload bytes of this process's open connections; ``sent`` counts what was sent again only once."""
 
     sent: int
     received: int
     resent: int
 
-    def __sub__(self, other: Traffic) -> Traffic:
-        return Traffic(self.sent - other.sent, self.received - other.received, self.resent - other.resent)
+    def __sub__(self, other: SocketCounters) -> SocketCounters:
+        return SocketCounters(self.sent - other.sent, self.received - other.received, self.resent - other.resent)
 
 
-def traffic() -> Traffic | None:
+def traffic() -> SocketCounters | None:
     """Totals over the TCP connections open now; None where the system does not count (not Linux ≥ 4.19).
 
     Connections that open or close between two calls make their difference wrong: ask while they stand.
@@ -48,7 +48,7 @@ def traffic() -> Traffic | None:
         (received_here,) = struct.unpack_from("Q", info, _BYTES_RECEIVED)
         sent_here, resent_here = struct.unpack_from("QQ", info, _BYTES_SENT)
         sent, received, resent = sent + sent_here - resent_here, received + received_here, resent + resent_here
-    return Traffic(sent, received, resent)
+    return SocketCounters(sent, received, resent)
 
 
 def _tcp_info(fd: int) -> bytes | None:

@@ -17,7 +17,7 @@ from commlib.errors import CommlibError
 from commlib.planning.cost.overlap import first_first_seconds, just_in_time_seconds, step_seconds
 from commlib.server.job.consistency import make
 
-from .worker import Figures, Job, Visit, main
+from .worker import ServerBenchmarkJob, ServerFigures, ServerTrial, main
 
 
 def server(
@@ -53,8 +53,10 @@ def server(
             share = 2 * (where.world_size - 1) / where.world_size
             wire = share * nbytes * 8e-9 / gbit_s
             computes = (wire / 2 if forward is None else forward, wire if backward is None else backward)
-            job = Job(rule, layers, nbytes, *computes, steps, rounds, None if chunk is None else int(1024 * chunk))
-            found: Figures | None = where.run(main, (job,))
+            job = ServerBenchmarkJob(
+                rule, layers, nbytes, *computes, steps, rounds, None if chunk is None else int(1024 * chunk)
+            )
+            found: ServerFigures | None = where.run(main, (job,))
             told = facts(**where.facts(), **(lines(found) if found else {}), rule=rule, mb=megabytes)
     except RankFailed as e:
         if isinstance(e.error, ValueError | CommlibError):
@@ -71,7 +73,7 @@ def server(
     emit(Record("server", told, rows(job, found, share)), title=title, as_json=as_json, save=None)
 
 
-def lines(found: Figures) -> dict[str, object]:
+def lines(found: ServerFigures) -> dict[str, object]:
     """Facts of the raw streams; None for what one rank has not."""
     ring = found.ring
     return {
@@ -81,7 +83,7 @@ def lines(found: Figures) -> dict[str, object]:
     }
 
 
-def words(found: Figures) -> str:
+def words(found: ServerFigures) -> str:
     """The same for the title."""
     if found.line_gbit_s is None or found.ring is None:
         return ""
@@ -89,7 +91,7 @@ def words(found: Figures) -> str:
     return f"line {found.line_gbit_s:.3f} Gbit/s, all at once {found.ring.gbit_s:.3f}{busy}; "
 
 
-def rows(job: Job, found: Figures, share: float) -> list[Row]:
+def rows(job: ServerBenchmarkJob, found: ServerFigures, share: float) -> list[Row]:
     """A row for each way.
 
     Args:
@@ -108,7 +110,7 @@ def rows(job: Job, found: Figures, share: float) -> list[Row]:
     return [row(way, visits, told) for way, (visits, told) in foretold.items()]
 
 
-def row(way: str, visits: list[Visit], foretold: float) -> Row:
+def row(way: str, visits: list[ServerTrial], foretold: float) -> Row:
     """What was seen of a way, by the median of its visits, beside the seconds a step that are foretold for it."""
     seen = statistics.median(v.step_s for v in visits)
     cores = [v.cores for v in visits if v.cores is not None]

@@ -81,7 +81,7 @@ _LATE_S = 120.0  # for a rank that comes late
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring:
+class RingBenchmark:
     """What all ranks do at once.
 
     Attributes:
@@ -95,7 +95,7 @@ class Ring:
     cores: float | None
 
 
-def measure_ring(seconds: float = 1.0, *, patience: float = 30.0) -> Ring | None:
+def measure_ring(seconds: float = 1.0, *, patience: float = 30.0) -> RingBenchmark | None:
     """Let all ranks stream at once; collective over the default process group, every rank gets the same figures.
 
     Args:
@@ -120,7 +120,7 @@ def measure_ring(seconds: float = 1.0, *, patience: float = 30.0) -> Ring | None
         meeting.all_do("connecting", lambda: neighbours.connect(addresses), 3 * patience)
         within = _SETTLE_S + seconds + _TAIL_S + 2 * patience
         seen = meeting.all_do("streaming", lambda: neighbours.stream(seconds), within)
-    return Ring(statistics.fmean(gbit_s for gbit_s, _ in seen), seen[0][1])
+    return RingBenchmark(statistics.fmean(gbit_s for gbit_s, _ in seen), seen[0][1])
 
 
 class _Meeting:

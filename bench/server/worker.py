@@ -17,10 +17,10 @@ from torch import Tensor, nn
 import commlib
 from commlib.bench.link.worker import measure_line
 
-from .ring_throughput import Ring, busy_share, measure_ring, ticks
+from .ring_throughput import RingBenchmark, busy_share, measure_ring, ticks
 
 
-class Layer(nn.Module):
+class FlatLayer(nn.Module):
     """Values that get a gradient of ones.
 
     Args:
@@ -55,14 +55,14 @@ class _Sleeping(torch.autograd.Function):
 def network(layers: int, nbytes: int, forward_s: float, backward_s: float) -> nn.Sequential:
     """So many layers alike, with so many bytes and seconds in all."""
     each = nbytes // 4 // layers
-    return nn.Sequential(*(Layer(each, forward_s / layers, backward_s / layers) for _ in range(layers)))
+    return nn.Sequential(*(FlatLayer(each, forward_s / layers, backward_s / layers) for _ in range(layers)))
 
 
 _WARM = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class ServerBenchmarkJob:
     """What is measured.
 
     Args:
@@ -85,7 +85,7 @@ class Job:
 
 
 @dataclasses.dataclass(frozen=True)
-class Visit:
+class ServerTrial:
     """What a visit to one way took.
 
     Args:
@@ -98,7 +98,7 @@ class Visit:
 
 
 @dataclasses.dataclass(frozen=True)
-class Figures:
+class ServerFigures:
     """What was found; the ways' by visit.
 
     Args:
@@ -112,22 +112,22 @@ class Figures:
     """
 
     line_gbit_s: float | None
-    ring: Ring | None
+    ring: RingBenchmark | None
     chunk: int
-    bare: list[Visit]
-    first_first: list[Visit]
-    by_layer: list[Visit]
-    joined: list[Visit]
+    bare: list[ServerTrial]
+    first_first: list[ServerTrial]
+    by_layer: list[ServerTrial]
+    joined: list[ServerTrial]
 
 
-def main(job: Job) -> Figures:
+def main(job: ServerBenchmarkJob) -> ServerFigures:
     """Measures; every rank gets the same figures, but for the cores of its own machine. Collective."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     line = measure_line(1.0)
     ring = measure_ring(2.0)
     bare = _Way(job, 0.0, 0.0)
-    found = Figures(line.gbit_s if line else None, ring, bare.chunk, [], [], [], [])
+    found = ServerFigures(line.gbit_s if line else None, ring, bare.chunk, [], [], [], [])
     for _ in range(job.rounds):
         found.bare.append(bare.visit(joined=False))
     bare.close()
@@ -145,7 +145,7 @@ def main(job: Job) -> Figures:
 class _Way:
     """A model with its servers."""
 
-    def __init__(self, job: Job, forward_s: float, backward_s: float, *, priority: bool = False) -> None:
+    def __init__(self, job: ServerBenchmarkJob, forward_s: float, backward_s: float, *, priority: bool = False) -> None:
         self._job, self._model = job, network(job.layers, job.nbytes, forward_s, backward_s)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
         self._server = commlib.ParameterServer(
@@ -154,7 +154,7 @@ class _Way:
 
         self.chunk = self._server.nbytes
 
-    def visit(self, *, joined: bool) -> Visit:
+    def visit(self, *, joined: bool) -> ServerTrial:
         """Some steps for warmth, then those that are timed."""
         for _ in range(_WARM):
             self._step(joined)
@@ -164,7 +164,7 @@ class _Way:
         self._server.sync()
         slowest = torch.tensor(statistics.median(taken))
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return Visit(float(slowest), cores)
+        return ServerTrial(float(slowest), cores)
 
     def _step(self, joined: bool) -> float:
         begun = time.perf_counter()

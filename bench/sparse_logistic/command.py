@@ -19,7 +19,7 @@ from commlib.errors import CommlibError
 
 from . import processes, report
 from .generate import Generated
-from .partition import Plan
+from .partition import SparsePartition
 
 TASK = "sparse-logistic"
 FILTERS = "key_cache+fixed_float+lossless"
@@ -88,7 +88,7 @@ def run(flags: Flags) -> None:
         raise ValueError(f"--data {flags.data}: no such file")
     source = flags.data if flags.data is not None else Generated(seed=flags.seed)
     rows = processes.examples(source)
-    plain = Plan(features=max(1, rows.features), examples=len(rows), seed=flags.seed, **_given(flags))
+    plain = SparsePartition(features=max(1, rows.features), examples=len(rows), seed=flags.seed, **_given(flags))
     wanted = dataclasses.replace(
         plain,
         filters=FILTERS if flags.filters is None else flags.filters,
@@ -118,7 +118,7 @@ def _given(flags: Flags) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(flags, name)) is not None}
 
 
-def _run(source: Path | Generated, plans: tuple[Plan, ...]) -> list[processes.Measured]:
+def _run(source: Path | Generated, plans: tuple[SparsePartition, ...]) -> list[processes.Measured]:
     try:
         with Bar("starting the ranks", total=len(plans)) as bar:
 

@@ -10,7 +10,7 @@ from commlib.codecs.filter import Chain, Content, chain
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class SparsePartition:
     """Ranks 0 … servers-1 are servers, of which 0 leads; those after them are workers.
 
     Server s owns a contiguous range of the features, and its b-th slice belongs to block b: so every block is spread

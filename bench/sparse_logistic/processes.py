@@ -19,7 +19,7 @@ from commlib.bench.launch.processes import run_ranks
 from . import dataset
 from .byte_counters import OverTcp
 from .generate import Generated
-from .partition import Plan
+from .partition import SparsePartition
 from .rows import Rows
 from .server import Served
 from .solve import Outcome, gathered, play
@@ -38,7 +38,7 @@ class Job:
     """
 
     source: Path | Generated
-    plans: tuple[Plan, ...]
+    plans: tuple[SparsePartition, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,7 @@ def in_processes(job: Job, on_run: Callable[[int], None] | None = None) -> list[
     return [_measured(plan, [rank[i] for rank in ranks]) for i, plan in enumerate(job.plans)]
 
 
-def _measured(plan: Plan, parts: Sequence[tuple[Served | Worked, int, float]]) -> Measured:
+def _measured(plan: SparsePartition, parts: Sequence[tuple[Served | Worked, int, float]]) -> Measured:
     sent = [part[1] for part in parts]
     return Measured(
         gathered([part[0] for part in parts]),

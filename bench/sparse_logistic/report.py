@@ -11,12 +11,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .partition import Plan
+from .partition import SparsePartition
 from .processes import Measured
 from .rows import Rows, objective
 
 
-def make(task: str, source: str, rows: Rows, plans: Sequence[Plan], runs: Sequence[Measured]) -> dict[str, Any]:
+def make(
+    task: str, source: str, rows: Rows, plans: Sequence[SparsePartition], runs: Sequence[Measured]
+) -> dict[str, Any]:
     """Facts, ``runs``, and, where there are two, ``compared``: the second with the first, which has no filters."""
     first = plans[0]
     common = ("servers", "workers", "l1", "blocks", "delay", "tolerance", "seed")
@@ -34,7 +36,7 @@ def make(task: str, source: str, rows: Rows, plans: Sequence[Plan], runs: Sequen
     }
 
 
-def _run(rows: Rows, plan: Plan, measured: Measured) -> dict[str, Any]:
+def _run(rows: Rows, plan: SparsePartition, measured: Measured) -> dict[str, Any]:
     outcome = measured.outcome
     sent = [w + s for w, s in zip(outcome.worker_bytes, outcome.server_bytes, strict=True)]
     return {

@@ -15,7 +15,7 @@ from commlib.errors import CommlibError, ProtocolError
 from . import kkt_filter, proximal_step
 from .byte_counters import Counted
 from .mail import Mail
-from .partition import Plan
+from .partition import SparsePartition
 from .protocol import Kind, Line, Message
 
 
@@ -66,7 +66,7 @@ class Server:
         plan: the same on all ranks.
     """
 
-    def __init__(self, endpoint: Counted, plan: Plan) -> None:
+    def __init__(self, endpoint: Counted, plan: SparsePartition) -> None:
         me = endpoint.rank
         self._endpoint, self._plan, self._me = endpoint, plan, me
         self._low, high = plan.owned(me)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .byte_counters import Counted, InThreads, connect
-from .partition import Plan
+from .partition import SparsePartition
 from .rows import Rows
 from .server import Pass, Served, Server
 from .worker import Worked, Worker
@@ -42,7 +42,7 @@ class Outcome:
         return None if first is None else self.worker_bytes[first] + self.server_bytes[first]
 
 
-def play(endpoint: Counted, plan: Plan, addresses: Sequence[str], examples: Rows | None) -> Served | Worked:
+def play(endpoint: Counted, plan: SparsePartition, addresses: Sequence[str], examples: Rows | None) -> Served | Worked:
     """One rank's part, of a server or of a worker with its examples; the endpoint is closed afterwards.
 
     Args:
@@ -74,7 +74,7 @@ def gathered(parts: Sequence[Served | Worked]) -> Outcome:
     )
 
 
-def in_threads(plan: Plan, examples: Rows) -> Outcome:
+def in_threads(plan: SparsePartition, examples: Rows) -> Outcome:
     """A run within this process, a thread for each rank; worker i has the i-th of every ``plan.workers`` examples.
 
     Raises:

@@ -13,7 +13,7 @@ from .proximal_step import FIRST_REACH, reach_after
 _QUARTER = math.log(0.25)
 
 
-class Shard:
+class ExampleShard:
     """Some examples, the weights as this worker knows them, and X·w, which follows as weights change.
 
     Args:

@@ -13,11 +13,11 @@ from commlib.errors import ProtocolError
 
 from .byte_counters import Counted
 from .mail import Mail
-from .partition import Plan
+from .partition import SparsePartition
 from .protocol import Kind, Line, Message
 from .rows import Rows
 from .server import check_finite, verdict_from
-from .sparse_worker import Shard
+from .sparse_worker import ExampleShard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Worker:
         examples: this worker's.
     """
 
-    def __init__(self, endpoint: Counted, plan: Plan, examples: Rows) -> None:
+    def __init__(self, endpoint: Counted, plan: SparsePartition, examples: Rows) -> None:
         me, filters = endpoint.rank, plan.chain()
-        self._endpoint, self._plan, self._shard = endpoint, plan, Shard(examples)
+        self._endpoint, self._plan, self._shard = endpoint, plan, ExampleShard(examples)
         self._owned = [plan.owned(s) for s in range(plan.servers)]
         self._lines = {
             s: Line(endpoint, s, high - low, filters, plan.draws(me, s)) for s, (low, high) in enumerate(self._owned)

@@ -19,7 +19,7 @@ from commlib.errors import CheckpointMismatch, CommlibError, MissingDependency
 
 from . import plot as plots
 from . import report, worker
-from .settings import Settings, check_ranks
+from .settings import TrainSettings, check_ranks
 from .tasks import BadInput
 
 
@@ -97,7 +97,7 @@ def train(
         plots.check(plot)
         if curve is None:
             raise BadInput("--plot draws losses on the way: add --curve STEPS")
-    settings = Settings(
+    settings = TrainSettings(
         task=task,
         comms=tuple(comm or ["none"]),
         servers=tuple(server or ()),
@@ -138,7 +138,7 @@ def train(
         report.show(result)
 
 
-def _as_one_rank(settings: Settings, ranks: int | None) -> dict[str, Any] | None:
+def _as_one_rank(settings: TrainSettings, ranks: int | None) -> dict[str, Any] | None:
     """Under torchrun: this rank's part; only rank 0 has something to show."""
     world_size = int(os.environ["WORLD_SIZE"])
     if ranks not in (None, world_size):
@@ -153,13 +153,13 @@ def _as_one_rank(settings: Settings, ranks: int | None) -> dict[str, Any] | None
     return result if first else None
 
 
-def _with_local_ranks(settings: Settings, ranks: int) -> dict[str, Any]:
+def _with_local_ranks(settings: TrainSettings, ranks: int) -> dict[str, Any]:
     check_ranks(ranks)
     try:
         with Bar("starting the ranks") as bar:
 
             def show(_: int, message: object) -> None:
-                if isinstance(message, worker.Progress):
+                if isinstance(message, worker.RunProgress):
                     bar.show(done=message.step, total=message.total, text=_what(settings, message))
 
             results: list[dict[str, Any]] = run_ranks(worker.main, ranks, (settings,), on_message=show)
@@ -176,14 +176,14 @@ def _with_local_ranks(settings: Settings, ranks: int) -> dict[str, Any]:
     return results[0]
 
 
-def _what(settings: Settings, now: worker.Progress) -> str:
+def _what(settings: TrainSettings, now: worker.RunProgress) -> str:
     """Which of the runs is under way."""
     runs = [(c, s) for c in settings.runs for s in settings.seeds]
     seed = f" seed {now.seed}" if len(settings.seeds) > 1 else ""
     return f"[{runs.index((now.comm, now.seed)) + 1}/{len(runs)}] {now.comm}{seed}"
 
 
-def _stopped(why: str, code: int, settings: Settings) -> typer.Exit:
+def _stopped(why: str, code: int, settings: TrainSettings) -> typer.Exit:
     hint = "; go on with --resume" if settings.checkpoint is not None else ""
     print(f"{why}: all ranks were ended{hint}", file=sys.stderr)
     return typer.Exit(code)

@@ -22,13 +22,13 @@ from commlib.bench.results.record import levels_of
 from .checkpoint import RunFolder, comm_state
 from .evaluate import check_replicas, evaluate
 from .loss_curve import Curve
-from .result import Result, Traffic
+from .result import Result, RunTraffic
 from .sampler import Shards
-from .settings import Settings
+from .settings import TrainSettings
 from .tasks import BadInput, Defaults, Task, cross_entropy
 
 
-class Run:
+class DdpRun:
     """One codec, one seed, on one rank. All methods are collective.
 
     Args:
@@ -39,7 +39,7 @@ class Run:
         device: where to train.
     """
 
-    def __init__(self, settings: Settings, task: Task, comm: str, seed: int, device: torch.device) -> None:
+    def __init__(self, settings: TrainSettings, task: Task, comm: str, seed: int, device: torch.device) -> None:
         self.settings, self.task, self.device = settings, task, device
         self.spec, self.seed = comm, seed
         self.recipe = settings.recipe(task.defaults, comm)
@@ -50,7 +50,7 @@ class Run:
         self.folder = RunFolder(settings.checkpoint, comm, seed, identity) if settings.checkpoint else None
         self.shards = Shards(len(task.train[0]), self.recipe.batch, self.rank, self.ranks, seed)
         self.step = 0
-        self.traffic = Traffic()
+        self.traffic = RunTraffic()
         self.seconds: list[float] = []
         self.curve = Curve(settings.curve, lambda: evaluate(self.model, self.task, self._autocast)[0])
         self.note: str | None = None
@@ -94,7 +94,7 @@ class Run:
         total = self.recipe.steps
         if self.settings.epochs:
             total = self.step + self.shards.steps_until(self.settings.epochs)
-        before = self.traffic - Traffic.of(comm.stats(), self.model, self.step)
+        before = self.traffic - RunTraffic.of(comm.stats(), self.model, self.step)
         with self.curve.running():
             while self.step < total:
                 self._one_step(ddp, optimizer, scaler, total)
@@ -103,9 +103,9 @@ class Run:
                 on_step(self.step, total)
                 due = self.step == total or (self.settings.every and self.step % self.settings.every == 0)
                 if self.folder is not None and due:
-                    self.traffic = before + Traffic.of(comm.stats(), self.model, self.step)
+                    self.traffic = before + RunTraffic.of(comm.stats(), self.model, self.step)
                     self._save(self.folder, optimizer, scaler, comm)
-        self.traffic = before + Traffic.of(comm.stats(), self.model, self.step)
+        self.traffic = before + RunTraffic.of(comm.stats(), self.model, self.step)
         comm.close()  # not after an error: it would wait for ranks that have none
         result = self._result()
         if self.folder is not None and self.rank == 0:
@@ -228,7 +228,7 @@ class Run:
             torch.set_rng_state(rng["cpu"])
             if "cuda" in rng and self.device.type == "cuda":
                 torch.cuda.set_rng_state(rng["cuda"], self.device)
-        self.traffic = Traffic(**owned[min(self.rank, len(owned) - 1)]["traffic"])
+        self.traffic = RunTraffic(**owned[min(self.rank, len(owned) - 1)]["traffic"])
 
 
 def learning_rate(peak: float, step: int, total: int) -> float:
@@ -246,7 +246,7 @@ def make_optimizer(recipe: Defaults, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=recipe.lr, momentum=recipe.momentum)
 
 
-def _identity(settings: Settings, task: Task, recipe: Defaults, model: nn.Module) -> dict[str, object]:
+def _identity(settings: TrainSettings, task: Task, recipe: Defaults, model: nn.Module) -> dict[str, object]:
     """What a checkpoint must agree on to be continued; JSON values."""
     layout = repr([(n, tuple(p.shape)) for n, p in model.named_parameters()])
     values = sum(p.numel() for p in model.parameters())

@@ -8,14 +8,15 @@ from typing import Any
 
 import commlib
 
-from .ddp_run import Run, make_optimizer
-from .result import Result, Traffic
-from .run_specs import LOCAL_PREFIX, Local
+from .ddp_run import DdpRun, make_optimizer
+from .result import Result, RunTraffic
+from .run_specs import LOCAL_PREFIX, LocalSpec
 from .tasks import BadInput, cross_entropy
 
 
-class LocalRun(Run):
-    """As :class:`Run`, with ranks that meet now and then: ``spec`` is ``local`` and what :class:`Local` reads."""
+class LocalRun(DdpRun):
+    """As :class:`DdpRun`, with ranks that meet now and then: ``spec`` is ``local`` and what :class:`LocalSpec`
+    reads."""
 
     def train(self, on_step: Callable[[int, int], None]) -> Result:
         """Train to the end.
@@ -28,7 +29,7 @@ class LocalRun(Run):
             PeerLost: a rank did not come to a meeting.
         """
         optimizer = make_optimizer(self.recipe, self.model)
-        given = Local.of(self.spec.removeprefix(LOCAL_PREFIX))
+        given = LocalSpec.of(self.spec.removeprefix(LOCAL_PREFIX))
         total = self.shards.steps_until(self.settings.epochs) if self.settings.epochs else self.recipe.steps
         total = max(1, round(given.times * total))
         options: dict[str, Any] = {"tau": given.tau, "optimizer": optimizer, **dict(given.streaming)}
@@ -55,6 +56,6 @@ class LocalRun(Run):
         local.take_shared()
         values = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
         dense = round(2 * (self.ranks - 1) / self.ranks * values * self.step)
-        self.traffic = Traffic(wire=local.bytes_sent, dense=dense, steps=self.step)
+        self.traffic = RunTraffic(wire=local.bytes_sent, dense=dense, steps=self.step)
         self.note = local.pace
         return self._result()

@@ -11,7 +11,7 @@ BIG_LAYER = 65_536  # values from which a layer counts for the second ratio
 
 
 @dataclasses.dataclass(frozen=True)
-class Traffic:
+class RunTraffic:
     """Totals of one rank over a run; those of a resumed run's parts add up.
 
     Args:
@@ -29,7 +29,7 @@ class Traffic:
     skipped: int = 0
 
     @classmethod
-    def of(cls, stats: Any, model: nn.Module, steps: int) -> Traffic:
+    def of(cls, stats: Any, model: nn.Module, steps: int) -> RunTraffic:
         """From what ``comm.stats()`` says of a model's layers after so many steps."""
         sizes = {name: p.numel() for name, p in model.named_parameters()}
         big = [layer for name, layer in stats.layers.items() if sizes[name] >= BIG_LAYER]
@@ -42,11 +42,11 @@ class Traffic:
             skipped=stats.skipped,
         )
 
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+    def __add__(self, other: RunTraffic) -> RunTraffic:
+        return RunTraffic(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
 
-    def __sub__(self, other: Traffic) -> Traffic:
-        return Traffic(*(a - b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+    def __sub__(self, other: RunTraffic) -> RunTraffic:
+        return RunTraffic(*(a - b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
 
     def per_step(self) -> dict[str, Any]:
         """The fields of :class:`Result` that follow from it."""

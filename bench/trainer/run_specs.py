@@ -21,7 +21,7 @@ _STREAMING = {"fragments": int, "delay": int, "mix": float}
 
 
 @dataclasses.dataclass(frozen=True)
-class Local:
+class LocalSpec:
     """``RULE [tau=N|auto] [codec=SPEC] [times=X] [fragments=N] [delay=N] [mix=X]``.
 
     Args:
@@ -39,7 +39,7 @@ class Local:
     streaming: tuple[tuple[str, Any], ...] = ()
 
     @staticmethod
-    def of(text: str) -> Local:
+    def of(text: str) -> LocalSpec:
         """From what was written.
 
         Raises:
@@ -62,7 +62,7 @@ class Local:
         if not 0 < times <= 1000:
             raise ValueError(f"times={times:g}: as many steps as the others, above 0 and at most 1000")
         streaming = tuple((k, _STREAMING[k](v)) for k, v in given.items() if k in _STREAMING)
-        return Local(rule, int(tau) if tau.isdecimal() else tau, codec, times, streaming)
+        return LocalSpec(rule, int(tau) if tau.isdecimal() else tau, codec, times, streaming)
 
 
 SERVER_PREFIX = "server "
@@ -70,7 +70,7 @@ SERVER_PREFIX = "server "
 
 
 @dataclasses.dataclass(frozen=True)
-class Served:
+class ServerSpec:
     """``RULE [push=SPEC] [pull=SPEC] [background]``.
 
     Args:
@@ -85,7 +85,7 @@ class Served:
     background: bool = False
 
     @staticmethod
-    def of(text: str) -> Served:
+    def of(text: str) -> ServerSpec:
         """From what was written.
 
         Raises:
@@ -96,7 +96,7 @@ class Served:
         background = "background" in words
         if len(given) + background < len(words):
             raise ValueError("write RULE, or 'RULE push=SPEC pull=SPEC background'")
-        served = Served(rule, background=background, **given)
+        served = ServerSpec(rule, background=background, **given)
         consistency.make(served.rule)
         way(served.push)
         way_of_values(served.pull)

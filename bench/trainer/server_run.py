@@ -10,17 +10,18 @@ import torch
 import commlib
 from commlib.server.job.consistency import make as make_rule
 
-from .ddp_run import Run, make_optimizer
+from .ddp_run import DdpRun, make_optimizer
 from .evaluate import accuracy
-from .result import Result, Traffic
-from .run_specs import SERVER_PREFIX, Served
+from .result import Result, RunTraffic
+from .run_specs import SERVER_PREFIX, ServerSpec
 from .tasks import BadInput, cross_entropy
 
 _EVALUATIONS, _EXAMPLES = 30, 256  # for rules that follow the learning
 
 
-class ServedRun(Run):
-    """As :class:`Run`, with shards that keep the model: ``spec`` is ``server`` and what :class:`Served` reads."""
+class ServedRun(DdpRun):
+    """As :class:`DdpRun`, with shards that keep the model: ``spec`` is ``server`` and what :class:`ServerSpec`
+    reads."""
 
     def train(self, on_step: Callable[[int, int], None]) -> Result:
         """Train to the end.
@@ -34,7 +35,7 @@ class ServedRun(Run):
         """
         optimizer = make_optimizer(self.recipe, self.model)
         total = self.shards.steps_until(self.settings.epochs) if self.settings.epochs else self.recipe.steps
-        served = Served.of(self.spec.removeprefix(SERVER_PREFIX))
+        served = ServerSpec.of(self.spec.removeprefix(SERVER_PREFIX))
         rule = make_rule(served.rule)
         observes = isinstance(rule, commlib.DTSSP) and self.rank == 0
         try:
@@ -53,7 +54,7 @@ class ServedRun(Run):
             server.sync()
         values = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
         dense = round(2 * (self.ranks - 1) / self.ranks * values * self.step)
-        self.traffic = Traffic(wire=server.sent, dense=dense, steps=self.step)
+        self.traffic = RunTraffic(wire=server.sent, dense=dense, steps=self.step)
         return self._result()
 
     def _served_step(self, server: commlib.ParameterServer, optimizer: torch.optim.Optimizer, total: int) -> None:

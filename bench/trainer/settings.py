@@ -12,7 +12,7 @@ from commlib.planning.policy import policy_of
 from commlib.planning.route import resolve
 
 from .checkpoint import run_path
-from .run_specs import LOCAL_PREFIX, SERVER_PREFIX, Local, Served
+from .run_specs import LOCAL_PREFIX, SERVER_PREFIX, LocalSpec, ServerSpec
 from .tasks import TASKS, BadInput, Defaults
 
 OPTIMIZERS = ("adam", "sgd")
@@ -21,14 +21,14 @@ _OTHER_LR = {"adam": 0.002, "sgd": 0.05}  # where the optimizer is not the one t
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
+class TrainSettings:
     """Everything a rank must know; None means the task's own default.
 
     Args:
         task: one of ``TASKS``.
         comms: codec specs, trained one after the other.
-        servers: what :class:`Served` reads, each trained with a parameter server, after them.
-        local: what :class:`Local` reads, each trained by local steps, after these.
+        servers: what :class:`ServerSpec` reads, each trained with a parameter server, after them.
+        local: what :class:`LocalSpec` reads, each trained by local steps, after these.
         curve: steps between two evaluations on the way.
         seeds: each codec is trained once per seed.
         steps, epochs: length of a run, at most one of them.
@@ -123,7 +123,7 @@ class Settings:
         )
 
     def _check_others(self) -> None:
-        kinds = (("--server", self.servers, Served.of), ("--local", self.local, Local.of))
+        kinds = (("--server", self.servers, ServerSpec.of), ("--local", self.local, LocalSpec.of))
         for name, rules, read in kinds:
             for i, rule in enumerate(rules):
                 try:
@@ -155,7 +155,7 @@ class Settings:
 
 
 def _has_momentum(comm: str) -> bool:
-    codec = Served.of(comm.removeprefix(SERVER_PREFIX)).push if comm.startswith(SERVER_PREFIX) else comm
+    codec = ServerSpec.of(comm.removeprefix(SERVER_PREFIX)).push if comm.startswith(SERVER_PREFIX) else comm
     return codec.partition(":")[0].strip() == "dgc"
 
 

@@ -13,18 +13,18 @@ import torch.distributed as dist
 from commlib.bench.launch.child import tell
 from commlib.bench.launch.processes import cores
 
-from .ddp_run import Run
+from .ddp_run import DdpRun
 from .local_sgd_run import LocalRun
 from .run_specs import LOCAL_PREFIX, SERVER_PREFIX
 from .server_run import ServedRun
-from .settings import Settings
+from .settings import TrainSettings
 from .tasks import BadInput, load_task
 
 _TELL_EVERY_S = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """How far a run is: the codec, the seed, steps done and steps in all."""
 
     comm: str
@@ -33,7 +33,7 @@ class Progress:
     total: int
 
 
-def main(settings: Settings) -> dict[str, Any]:
+def main(settings: TrainSettings) -> dict[str, Any]:
     """Run all of it; every rank returns the same kind of report, JSON values only (rank 0's is the one shown).
 
     Expects the environment torchrun or :func:`commlib.bench.launch.processes.run_ranks` provides.
@@ -98,10 +98,10 @@ def place(device: str, local_rank: int, local_ranks: int) -> tuple[torch.device,
     return torch.device("cuda", local_rank % gpus), "nccl" if local_ranks <= gpus else "gloo"
 
 
-def _kind(comm: str) -> type[Run]:
+def _kind(comm: str) -> type[DdpRun]:
     if comm.startswith(LOCAL_PREFIX):
         return LocalRun
-    return ServedRun if comm.startswith(SERVER_PREFIX) else Run
+    return ServedRun if comm.startswith(SERVER_PREFIX) else DdpRun
 
 
 class _Teller:
@@ -115,4 +115,4 @@ class _Teller:
         now = time.monotonic()
         if dist.get_rank() == 0 and (now >= self._next or step == total):
             self._next = now + _TELL_EVERY_S
-            tell(Progress(*self._run, step, total))
+            tell(RunProgress(*self._run, step, total))

@@ -18,17 +18,17 @@ from commlib.bench.progress import Bar
 from commlib.bench.report.findings import findings
 from commlib.bench.results.record import Record, emit, facts
 from commlib.bench.results.table import Row, console
-from commlib.bench.targets import Place, check_peers, place
+from commlib.bench.targets import Target, check_peers, place
 from commlib.errors import CommlibError, unknown
 from commlib.exchange.rate_limit import RateLimit
 
 from . import fsdp
-from .configurations import COMMLIB, Contender, choose
+from .configurations import COMMLIB, Configuration, choose
 from .models import MODELS
 from .results import hidden, rows, title
 from .runner import race
-from .schedule import Schedule, Visit
-from .trial import WARM_UP, Job
+from .schedule import Schedule, TrainingTrial
+from .trial import WARM_UP, TrainingJob
 from .workloads import shapes
 
 
@@ -151,7 +151,7 @@ def train(
             run |= {"compute": compute, "batch": batch, "steps_per_visit": steps, "bucket_cap_mb": bucket_cap_mb} | ours
             for name in models:
                 size = batch or MODELS[name].batch
-                job = Job(name, contenders, steps, size, backward_s, backend, bucket_cap_mb)
+                job = TrainingJob(name, contenders, steps, size, backward_s, backend, bucket_cap_mb)
                 measured += _race(where, job, rounds, seconds, run)
     except RankFailed as e:
         if isinstance(e.error, ValueError | CommlibError):
@@ -177,10 +177,10 @@ def _models(names: Sequence[str] | None, quick: bool) -> list[str]:
     return [n for n in MODELS if n in wanted and not ("all" in names and n == "gpt-small")]
 
 
-def _race(where: Place, job: Job, rounds: int | None, seconds: float, run: dict[str, object]) -> list[Row]:
+def _race(where: Target, job: TrainingJob, rounds: int | None, seconds: float, run: dict[str, object]) -> list[Row]:
     """One model's rows; the line goes into ``run``."""
     parameters = sum(math.prod(shape) for _, shape in shapes(job.model))
-    contenders: Sequence[Contender] = job.contenders
+    contenders: Sequence[Configuration] = job.contenders
     least_s = _LEAST_S + _LEAST_S_PER_VALUE * parameters
     limit = RateLimit.of(next((c.limit for c in contenders if c.limit is not None), None))
     if limit is not None:  # which the baseline, whose visit is the measure of others, does not know
@@ -189,7 +189,7 @@ def _race(where: Place, job: Job, rounds: int | None, seconds: float, run: dict[
     schedule = Schedule([c.name for c in contenders], rounds, job.steps, seconds, least_s, least_s, managed)
     with Bar(f"{job.model}: starting the ranks, measuring the line") as bar:
 
-        def show(visit: Visit | None, now: Schedule) -> None:
+        def show(visit: TrainingTrial | None, now: Schedule) -> None:
             done = len(now.outcomes)
             text = f"{job.model}: round {visit.round + 1} of {now.planned_rounds()}, {visit.name}" if visit else None
             bar.show(done=done, total=done + now.visits_left(), text=text)

@@ -16,7 +16,7 @@ from commlib.errors import unknown
 from commlib.planning.policy import policy_of
 from commlib.planning.route import resolve
 
-from .workloads import Course
+from .workloads import Workload
 
 if TYPE_CHECKING:
     from commlib.fsdp.state import ShardedState
@@ -28,7 +28,7 @@ QUICK = (BASELINE, "torch-fp16", "auto", "int8", "onebit", "powersgd:rank=4")
 
 
 @dataclasses.dataclass(frozen=True)
-class Contender:
+class Configuration:
     """One way for gradients to travel.
 
     Args:
@@ -65,7 +65,7 @@ class Contender:
         return "auto" if self.places == ("auto",) else "none"
 
     def wrap(
-        self, course: Course, group: Any, timeout: float, bucket_cap_mb: float | None = None
+        self, course: Workload, group: Any, timeout: float, bucket_cap_mb: float | None = None
     ) -> tuple[nn.Module, commlib.HookState | ShardedState | None]:
         """Make the course's module train over ``group``, with gradients that travel this way. Collective.
 
@@ -128,7 +128,7 @@ def choose(
     quick: bool = False,
     limit: str | None = None,
     hierarchy: bool = False,
-) -> list[Contender]:
+) -> list[Configuration]:
     """The contenders, the baseline first.
 
     Args:
@@ -141,13 +141,13 @@ def choose(
     Raises:
         ValueError: a name or a spec that is not known, or one given twice.
     """
-    pytorch = [Contender(BASELINE, "pytorch", True), *(Contender(n, "pytorch", n in _EXACT) for n in _HOOKS)]
-    ours = [Contender(c, "commlib", _exact(c, world_size), limit, hierarchy) for c in comm or COMMLIB]
+    pytorch = [Configuration(BASELINE, "pytorch", True), *(Configuration(n, "pytorch", n in _EXACT) for n in _HOOKS)]
+    ours = [Configuration(c, "commlib", _exact(c, world_size), limit, hierarchy) for c in comm or COMMLIB]
     every = [*pytorch, *ours]
     return pick(every, only, QUICK if quick and not comm else [c.name for c in every if c.name not in _BY_NAME])
 
 
-def pick(every: Sequence[Contender], only: Sequence[str], usual: Sequence[str]) -> list[Contender]:
+def pick(every: Sequence[Configuration], only: Sequence[str], usual: Sequence[str]) -> list[Configuration]:
     """Those of all contenders that shall race, in their order.
 
     Args:
@@ -158,7 +158,7 @@ def pick(every: Sequence[Contender], only: Sequence[str], usual: Sequence[str]) 
     Raises:
         ValueError: a name that is not among them, or one that is there twice.
     """
-    known: dict[str, Contender] = {}
+    known: dict[str, Configuration] = {}
     for c in every:
         if known.setdefault(c.name, c) is not c:
             raise ValueError(f"--comm {c.name!r} is given twice")

@@ -14,8 +14,8 @@ from commlib.codecs.base import LayerSpec
 from commlib.exchange.registry import BY_ROWS, BY_SERVERS
 from commlib.fsdp.plan import codecs_of, plan_of
 
-from .configurations import PLACED, Contender, pick
-from .workloads import Course
+from .configurations import PLACED, Configuration, pick
+from .workloads import Workload
 
 if TYPE_CHECKING:
     from commlib.fsdp.state import ShardedState  # not when running: FSDP2 takes a while to import
@@ -29,7 +29,7 @@ _ANY = LayerSpec("any", (64, 64))
 
 
 @dataclasses.dataclass(frozen=True)
-class Sharded(Contender):
+class Sharded(Configuration):
     """One way for gradients and parameters to travel under FSDP2.
 
     Args:
@@ -44,9 +44,9 @@ class Sharded(Contender):
         return False
 
     def wrap(
-        self, course: Course, group: Any, timeout: float, bucket_cap_mb: float | None = None
+        self, course: Workload, group: Any, timeout: float, bucket_cap_mb: float | None = None
     ) -> tuple[nn.Module, ShardedState | None]:
-        """As :meth:`Contender.wrap`; there are no buckets.
+        """As :meth:`Configuration.wrap`; there are no buckets.
 
         Raises:
             CommlibError: this PyTorch's FSDP2 cannot be given a communication.
@@ -76,7 +76,7 @@ def split(spec: str) -> tuple[str, str | None]:
     return parts[0], parts[1] if len(parts) > 1 else None
 
 
-def choose(comm: Sequence[str], only: Sequence[str], world_size: int, *, quick: bool = False) -> list[Contender]:
+def choose(comm: Sequence[str], only: Sequence[str], world_size: int, *, quick: bool = False) -> list[Configuration]:
     """The contenders under FSDP2, the baseline first.
 
     Args:

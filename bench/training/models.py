@@ -19,7 +19,7 @@ _FEATURES = 9216  # 256 channels of 6 × 6, as AlexNet's convolutions leave them
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class BenchmarkModel:
     """A model and its task.
 
     Args:
@@ -44,7 +44,7 @@ class Gpt(nn.Module):
         super().__init__()
         self.token = nn.Embedding(_VOCABULARY, width)
         self.position = nn.Embedding(_CONTEXT, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(GptBlock(width, heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, _VOCABULARY, bias=False)
 
@@ -54,7 +54,7 @@ class Gpt(nn.Module):
         return logits
 
 
-class Block(nn.Module):
+class GptBlock(nn.Module):
     """Causal attention, then an MLP of four times the width; each adds to its input."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -141,9 +141,9 @@ def _fixed(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
 
 
-MODELS: Mapping[str, Model] = {
-    "fc": Model("58.6 M", fc, vectors, 32, 0.003),
-    "conv": Model("1.6 M", conv, images, 10, 0.01),
-    "gpt": Model("3.3 M", lambda: Gpt(256, 4, 4), text, 4, 0.3),
-    "gpt-small": Model("0.7 M", lambda: Gpt(128, 3, 4), text, 4, 0.5),
+MODELS: Mapping[str, BenchmarkModel] = {
+    "fc": BenchmarkModel("58.6 M", fc, vectors, 32, 0.003),
+    "conv": BenchmarkModel("1.6 M", conv, images, 10, 0.01),
+    "gpt": BenchmarkModel("3.3 M", lambda: Gpt(256, 4, 4), text, 4, 0.3),
+    "gpt-small": BenchmarkModel("0.7 M", lambda: Gpt(128, 3, 4), text, 4, 0.5),
 }

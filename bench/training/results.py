@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from commlib.bench.results.record import Record
 from commlib.bench.results.table import Row, cell
 
-from .configurations import Contender
+from .configurations import Configuration
 from .correctness import judge
-from .schedule import Outcome, Schedule
+from .schedule import Schedule, TrialOutcome
 
 
-def rows(schedule: Schedule, contenders: Sequence[Contender], *, model: str, parameters: int) -> list[Row]:
+def rows(schedule: Schedule, contenders: Sequence[Configuration], *, model: str, parameters: int) -> list[Row]:
     """One row a contender, in their order. Columns: docs/benchmarks.md."""
     name = schedule.baseline
     base = schedule.of(name)
@@ -23,9 +23,9 @@ def rows(schedule: Schedule, contenders: Sequence[Contender], *, model: str, par
 
 
 def _row(
-    contender: Contender,
-    own: Sequence[Outcome],
-    base: Sequence[Outcome],
+    contender: Configuration,
+    own: Sequence[TrialOutcome],
+    base: Sequence[TrialOutcome],
     error: str | None,
     baseline: str,
 ) -> Row:
@@ -52,7 +52,7 @@ def _row(
     }
 
 
-def versus(own: Sequence[Outcome], base: Sequence[Outcome]) -> float | None:
+def versus(own: Sequence[TrialOutcome], base: Sequence[TrialOutcome]) -> float | None:
     """How many times faster than the baseline: the median of the rounds' ratios.
 
     A round's ratio compares what ran within the same minute; a slow minute cancels out.
@@ -70,7 +70,7 @@ def spread(values: Sequence[float]) -> float:
     return (high - low) / middle
 
 
-def _sent(outcomes: Sequence[Outcome]) -> float | None:
+def _sent(outcomes: Sequence[TrialOutcome]) -> float | None:
     value = _median([o.sent_bytes for o in outcomes])
     return None if value is None else round(value)
 

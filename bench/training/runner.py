@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 
 from commlib.bench.launch.processes import RankFailed
-from commlib.bench.targets import Place
+from commlib.bench.targets import Target
 from commlib.errors import CommlibError
 from commlib.messaging.throughput import Stream
 
-from .schedule import Outcome, Schedule, Visit
-from .trial import Job, Trouble
+from .schedule import Schedule, TrainingTrial, TrialOutcome
+from .trial import TrainingJob, Trouble
 from .worker import Began, main
 
 _NEARLY = 0.9  # of its limit: a visit that ended so late was ended by the watchdog
@@ -35,13 +35,13 @@ class Watcher:
     def __init__(
         self,
         schedule: Schedule,
-        show: Callable[[Visit | None, Schedule], None],
+        show: Callable[[TrainingTrial | None, Schedule], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.schedule = schedule
         self.line: Stream | None = None
         self._show, self._clock = show, clock
-        self._visit: Visit | None = None
+        self._visit: TrainingTrial | None = None
         self._began = self._limit_s = 0.0
         self._trouble: dict[int, str] = {}
 
@@ -53,7 +53,7 @@ class Watcher:
             self._visit, self._limit_s, self._began = message.visit, message.limit_s, self._clock()
             self._trouble = {}
             self._show(message.visit, self.schedule)
-        elif isinstance(message, Outcome):
+        elif isinstance(message, TrialOutcome):
             self.schedule.record(message)
             self._visit = None
             self._show(None, self.schedule)
@@ -83,7 +83,7 @@ class Watcher:
 
 
 def race(
-    place: Place, job: Job, schedule: Schedule, show: Callable[[Visit | None, Schedule], None]
+    place: Target, job: TrainingJob, schedule: Schedule, show: Callable[[TrainingTrial | None, Schedule], None]
 ) -> tuple[Schedule, Stream | None] | None:
     """Run a schedule to its end; None on all ranks of torchrun but the first.
 

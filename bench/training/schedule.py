@@ -19,7 +19,7 @@ _TRIALS = 60  # steps of the baseline's length, in which a bandwidth manager may
 
 
 @dataclasses.dataclass(frozen=True)
-class Visit:
+class TrainingTrial:
     """A contender's turn."""
 
     round: int
@@ -27,7 +27,7 @@ class Visit:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """What came of a visit; the same on every rank.
 
     Args:
@@ -41,7 +41,7 @@ class Outcome:
         levels: what became of a hierarchy; None if none was asked for.
     """
 
-    visit: Visit
+    visit: TrainingTrial
     seconds: float
     steps_s: tuple[float, ...] = ()
     sent_bytes: float | None = None
@@ -75,7 +75,7 @@ class Schedule:
     first_limit_s: float
     least_limit_s: float
     managed: frozenset[str] = frozenset()
-    outcomes: list[Outcome] = dataclasses.field(default_factory=list)
+    outcomes: list[TrialOutcome] = dataclasses.field(default_factory=list)
     dropped: dict[str, str] = dataclasses.field(default_factory=dict)
     lost_s: float = 0.0
 
@@ -84,7 +84,7 @@ class Schedule:
         """Who the others are compared with."""
         return self.names[0]
 
-    def next(self) -> Visit | None:
+    def next(self) -> TrainingTrial | None:
         """Whose turn it is; None at the end, which comes at once if the baseline failed."""
         if self.baseline in self.dropped:
             return None
@@ -92,18 +92,18 @@ class Schedule:
         for number in range(self.planned_rounds()):
             order = self.names if number % 2 == 0 else self.names[::-1]
             for name in order:
-                visit = Visit(number, name)
+                visit = TrainingTrial(number, name)
                 if name not in self.dropped and visit not in done:
                     return visit
         return None
 
-    def record(self, outcome: Outcome) -> None:
+    def record(self, outcome: TrialOutcome) -> None:
         """Take in what came of a visit; a contender that failed has no further turn."""
         self.outcomes.append(outcome)
         if outcome.error is not None:
             self.dropped[outcome.visit.name] = outcome.error
 
-    def lose(self, visit: Visit, why: str, seconds: float) -> None:
+    def lose(self, visit: TrainingTrial, why: str, seconds: float) -> None:
         """A visit whose ranks had to be ended, after so many seconds."""
         self.dropped[visit.name] = why
         self.lost_s += seconds
@@ -130,7 +130,7 @@ class Schedule:
         first = self.of(name)[:1]
         return statistics.median(first[0].steps_s) if first else None
 
-    def _cost_s(self, first: Outcome) -> float:
+    def _cost_s(self, first: TrialOutcome) -> float:
         """What a further visit takes, from the first."""
         more = self.steps_of(first.visit.name) - len(first.steps_s)
         return first.seconds + max(0, more) * (self._step_s(first.visit.name) or 0.0)
@@ -154,7 +154,7 @@ class Schedule:
         done = sum(o.visit.name in racing for o in self.outcomes)
         return max(0, self.planned_rounds() * len(racing) - done)
 
-    def of(self, name: str) -> list[Outcome]:
+    def of(self, name: str) -> list[TrialOutcome]:
         """The visits of a contender that came to something, by round."""
         mine = [o for o in self.outcomes if o.visit.name == name and o.error is None]
         return sorted(mine, key=lambda o: o.visit.round)

@@ -17,13 +17,13 @@ from torch import nn
 
 from commlib.bench.launch.child import tell
 from commlib.bench.results.record import levels_of
-from commlib.bench.results.socket_counters import Traffic, traffic
+from commlib.bench.results.socket_counters import SocketCounters, traffic
 from commlib.ddp.state import HookState
 
-from .configurations import Contender
+from .configurations import Configuration
 from .correctness import Evidence
-from .schedule import Outcome, Visit
-from .workloads import Course, Replaying, Training
+from .schedule import TrainingTrial, TrialOutcome
+from .workloads import Replaying, Training, Workload
 
 _SETTLING = 400  # steps, at most, in which a bandwidth manager may make up its mind
 WARM_UP = 2  # steps: DDP rebuilds its buckets in the second, PyTorch's PowerSGD does not compress before the third
@@ -33,7 +33,7 @@ _WRAPPING = re.compile(r"^(\w+: )?Got the following error when running the callb
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """What holds for all visits of a model.
 
     Args:
@@ -47,7 +47,7 @@ class Job:
     """
 
     model: str
-    contenders: Sequence[Contender]
+    contenders: Sequence[Configuration]
     steps: int
     batch: int
     backward_s: float | None
@@ -59,7 +59,7 @@ class Job:
 class Trouble:
     """Message of any rank: why its part of a visit failed."""
 
-    visit: Visit
+    visit: TrainingTrial
     text: str
 
 
@@ -76,7 +76,7 @@ class _Sheet:
     ended: float = 0.0
 
 
-def run_visit(visit: Visit, job: Job, device: torch.device, limit_s: float, steps: int) -> Outcome:
+def run_visit(visit: TrainingTrial, job: TrainingJob, device: torch.device, limit_s: float, steps: int) -> TrialOutcome:
     """Let a contender train. Collective; every rank gets the same outcome.
 
     A rank in which it fails waits for the others to fail too. The caller watches over the time.
@@ -117,8 +117,8 @@ class _Ending:
 
 
 def _train(
-    contender: Contender,
-    job: Job,
+    contender: Configuration,
+    job: TrainingJob,
     device: torch.device,
     group: Any,
     limit_s: float,
@@ -126,7 +126,7 @@ def _train(
     sheet: _Sheet,
     end: _Ending,
 ) -> None:
-    course: Course
+    course: Workload
     if job.backward_s is None:
         course = Training(job.model, job.batch, device)
     else:
@@ -154,7 +154,7 @@ def _train(
     sheet.steps_s += [_timed_step(course, model, device) for _ in range(steps - job.steps)]
 
 
-def _timed_step(course: Course, model: nn.Module, device: torch.device) -> float:
+def _timed_step(course: Workload, model: nn.Module, device: torch.device) -> float:
     start = time.perf_counter()
     course.step(model)
     if device.type == "cuda":
@@ -164,22 +164,22 @@ def _timed_step(course: Course, model: nn.Module, device: torch.device) -> float
     return seconds
 
 
-def _counted(group: Any) -> Traffic | None:
+def _counted(group: Any) -> SocketCounters | None:
     """This process's traffic so far, when all ranks have sent and received all of the step."""
     dist.barrier(group)
     return traffic()
 
 
-def _outcome(visit: Visit, sheets: Sequence[_Sheet]) -> Outcome:
+def _outcome(visit: TrainingTrial, sheets: Sequence[_Sheet]) -> TrialOutcome:
     seconds = max(s.ended for s in sheets)
     errors = {rank: s.error for rank, s in enumerate(sheets) if s.error is not None}
     if errors:
         rank, text = next(iter(errors.items()))
         where = "" if len(errors) == len(sheets) else f"rank {rank}: "
-        return Outcome(visit, seconds, error=where + text)
+        return TrialOutcome(visit, seconds, error=where + text)
     slowest = tuple(max(times) for times in zip(*(s.steps_s for s in sheets), strict=True))
     first = sheets[0]
-    found = Outcome(visit, seconds, slowest, first.sent_bytes, first.evidence)
+    found = TrialOutcome(visit, seconds, slowest, first.sent_bytes, first.evidence)
     return dataclasses.replace(found, predicted_s=first.predicted_s, levels=first.levels)
 
 

@@ -22,8 +22,8 @@ from commlib.bench.launch.child import tell
 from commlib.bench.link.worker import measure_line
 from commlib.messaging.throughput import Stream
 
-from .schedule import Schedule, Visit
-from .trial import WARM_UP, Job, device_of, run_visit
+from .schedule import Schedule, TrainingTrial
+from .trial import WARM_UP, TrainingJob, device_of, run_visit
 from .workloads import shapes
 
 _GRACE_S = 2.0
@@ -68,11 +68,11 @@ _FIRST_S, _SLACK = 60.0, 10.0  # the baseline's first visit: so much, and so man
 class Began:
     """Message of rank 0: a visit begins, and may take so long."""
 
-    visit: Visit
+    visit: TrainingTrial
     limit_s: float
 
 
-def main(job: Job, schedule: Schedule, measure: bool, aloud: bool) -> tuple[Schedule, Stream | None]:
+def main(job: TrainingJob, schedule: Schedule, measure: bool, aloud: bool) -> tuple[Schedule, Stream | None]:
     """Run the schedule from where it stands; the same on every rank. The environment is torchrun's.
 
     Args:
@@ -104,7 +104,7 @@ def main(job: Job, schedule: Schedule, measure: bool, aloud: bool) -> tuple[Sche
     return schedule, line
 
 
-def _first_limit_s(job: Job, line: Stream) -> float:
+def _first_limit_s(job: TrainingJob, line: Stream) -> float:
     """A time in which the baseline is through with a visit, if the machine is not far slower than its line."""
     nbytes = 4 * sum(math.prod(shape) for _, shape in shapes(job.model))
     step_s = 2 * 8e-9 * nbytes / line.gbit_s + (job.backward_s or 0.0)

@@ -14,8 +14,8 @@ import pytest
 
 from commlib.bench.exchange.combinations import BASELINE, Pair, choose
 from commlib.bench.exchange.runner import measure
-from commlib.bench.exchange.trial import Setting, Visit
-from commlib.bench.exchange.worker import Job
+from commlib.bench.exchange.trial import ExchangeTrial, TrialSetting
+from commlib.bench.exchange.worker import ExchangeJob
 from commlib.bench.lab.network_commands import segment
 from commlib.bench.targets import place
 from commlib.codecs.registry import compressors
@@ -35,7 +35,7 @@ GLOO = 288  # a message's own head, and the notices by which the two sides agree
 ROLL_CALL = 2000  # a second: a rank that waits long asks the store whether the others are alive
 
 
-def explain(visit: Visit) -> list[str]:
+def explain(visit: ExchangeTrial) -> list[str]:
     """What is wrong with the bytes of a visit, in words."""
     world = len(visit.shares)
     wrong = []
@@ -49,7 +49,7 @@ def explain(visit: Visit) -> list[str]:
     return wrong
 
 
-def at_interface(visit: Visit) -> list[str]:
+def at_interface(visit: ExchangeTrial) -> list[str]:
     """What is wrong with the frames of a visit, in words."""
     assert visit.interfaces is not None
     frames = visit.interfaces
@@ -70,7 +70,7 @@ def test_the_interface_counts_what_the_exchange_says_for_every_exchange_and_code
     assert {p.exchange for p in pairs} == set(EXCHANGES) - set(BY_ROWS) - BY_SERVERS - OF_SPARSE
     assert {p.codec for p in pairs} == set(compressors())
     with place(None, 4, "150mbit") as where:
-        outcome, error = measure(where, Job(Setting(LAYERS, steps=1), pairs, 1, 240.0, "gloo"))
+        outcome, error = measure(where, ExchangeJob(TrialSetting(LAYERS, steps=1), pairs, 1, 240.0, "gloo"))
     assert error is None
     assert outcome is not None
     assert [v.pair for v in outcome.visits] == pairs
@@ -92,7 +92,7 @@ def test_two_ranks_on_a_host_send_each_other_nothing_over_its_interface(no_lab: 
         pytest.skip(no_lab)
     with place(None, 2, "1gbit", 2) as where:
         outcome, error = measure(
-            where, Job(Setting(LAYERS), [BASELINE, Pair("onebit", "scatter_gather")], 1, 20.0, "gloo")
+            where, ExchangeJob(TrialSetting(LAYERS), [BASELINE, Pair("onebit", "scatter_gather")], 1, 20.0, "gloo")
         )
     assert error is None
     assert outcome is not None

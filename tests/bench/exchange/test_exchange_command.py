@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from commlib.bench.exchange.combinations import BASELINE, Pair
 from commlib.bench.exchange.command import exchange
 from commlib.bench.exchange.runner import measure
-from commlib.bench.exchange.trial import Setting
-from commlib.bench.exchange.worker import Doing, Job
+from commlib.bench.exchange.trial import TrialSetting
+from commlib.bench.exchange.worker import Doing, ExchangeJob
 from commlib.bench.launch.processes import RankFailed
 from commlib.bench.results.record import read
 from commlib.bench.targets import InLab, place
@@ -97,7 +97,9 @@ def test_time_that_is_over_is_said_and_the_baseline_is_measured_nevertheless(bac
 def test_a_pair_that_cannot_be_attached_is_left_out_and_the_rest_goes_on() -> None:
     pairs = [BASELINE, Pair("onebit", "low_rank"), Pair("onebit", "gather")]
     with place(2, None, None) as where:
-        outcome, error = measure(where, Job(Setting(LAYERS, steps=1), pairs, 2, float(TIME_ENOUGH), "gloo"))
+        outcome, error = measure(
+            where, ExchangeJob(TrialSetting(LAYERS, steps=1), pairs, 2, float(TIME_ENOUGH), "gloo")
+        )
     assert error is None
     assert outcome is not None
     assert list(outcome.left_out) == [pairs[1]]
@@ -111,7 +113,9 @@ def test_a_host_that_dies_ends_it_but_not_the_figures_until_then(no_lab: str | N
         pytest.skip(no_lab)
     with place(None, 2, "1gbit") as where:
         assert isinstance(where, InLab)
-        job = Job(Setting(LAYERS, steps=1), [BASELINE, Pair("onebit", "gather")], 50, float(TIME_ENOUGH), "gloo")
+        job = ExchangeJob(
+            TrialSetting(LAYERS, steps=1), [BASELINE, Pair("onebit", "gather")], 50, float(TIME_ENOUGH), "gloo"
+        )
 
         def power_cut(doing: Doing) -> None:
             if doing.number == 2:
@@ -128,7 +132,7 @@ def test_a_host_that_dies_ends_it_but_not_the_figures_until_then(no_lab: str | N
 
 def test_an_error_before_the_first_figure_is_the_rank_s_own() -> None:
     with place(2, None, None) as where, pytest.raises(RankFailed, match="two parameters are called 'a'"):
-        measure(where, Job(Setting([("a", (2,)), ("a", (2,))]), [BASELINE], 1, 10.0, "gloo"))
+        measure(where, ExchangeJob(TrialSetting([("a", (2,)), ("a", (2,))]), [BASELINE], 1, 10.0, "gloo"))
 
 
 @pytest.mark.full

@@ -8,27 +8,31 @@ import pytest
 
 from commlib.bench.exchange.combinations import BASELINE, Pair
 from commlib.bench.exchange.results import hidden, rows, spread
-from commlib.bench.exchange.trial import Share, Visit, affordable
+from commlib.bench.exchange.trial import ExchangeTrial, TrialShare, affordable
 from commlib.bench.lab import Counters
-from commlib.bench.results.socket_counters import Traffic
+from commlib.bench.results.socket_counters import SocketCounters
 from commlib.bench.results.table import print_rows
 
 ONEBIT = Pair("onebit", "gather")
 
 
-def share(seconds: list[float], accounted: int, sent: int | None) -> Share:
-    traffic = None if sent is None else Traffic(sent, 7, 0)
-    return Share(seconds, accounted, 8000, traffic, {"compress": 0.2, "wire": 0.4, "decompress": 0.6})
+def share(seconds: list[float], accounted: int, sent: int | None) -> TrialShare:
+    traffic = None if sent is None else SocketCounters(sent, 7, 0)
+    return TrialShare(seconds, accounted, 8000, traffic, {"compress": 0.2, "wire": 0.4, "decompress": 0.6})
 
 
-def dense(*seconds: float) -> Visit:
-    return Visit(BASELINE, [share(list(seconds), 8000, 8800)] * 2, Counters(20_000, 20, 20_000, 20, 0))
+def dense(*seconds: float) -> ExchangeTrial:
+    return ExchangeTrial(BASELINE, [share(list(seconds), 8000, 8800)] * 2, Counters(20_000, 20, 20_000, 20, 0))
 
 
 def test_bytes_are_of_a_rank_and_a_step_and_seconds_of_the_slowest_rank() -> None:
     halves = [
-        Visit(ONEBIT, [share([0.1, 0.2], 1000, 1200), share([0.3, 0.1], 3000, 3200)], Counters(6000, 6, 9, 9, 0)),
-        Visit(ONEBIT, [share([0.4, 0.5], 1000, 1200), share([0.1, 0.1], 3000, 3200)], Counters(6000, 6, 9, 9, 0)),
+        ExchangeTrial(
+            ONEBIT, [share([0.1, 0.2], 1000, 1200), share([0.3, 0.1], 3000, 3200)], Counters(6000, 6, 9, 9, 0)
+        ),
+        ExchangeTrial(
+            ONEBIT, [share([0.4, 0.5], 1000, 1200), share([0.1, 0.1], 3000, 3200)], Counters(6000, 6, 9, 9, 0)
+        ),
     ]
     base, row = rows(
         [halves[0], dense(1.0, 2.0), halves[1]], [BASELINE, ONEBIT], model="m", parameters=5, line_gbit_s=2e-5
@@ -50,7 +54,7 @@ def test_bytes_are_of_a_rank_and_a_step_and_seconds_of_the_slowest_rank() -> Non
 
 
 def test_what_is_not_known_stays_open() -> None:
-    visit = Visit(BASELINE, [share([1.0], 8000, None), share([1.0], 8000, 9000)])
+    visit = ExchangeTrial(BASELINE, [share([1.0], 8000, None), share([1.0], 8000, 9000)])
     (row,) = rows([visit], [BASELINE, ONEBIT], model="m", parameters=5, line_gbit_s=None)
     open_ = ("socket_bytes", "overhead", "interface_bytes", "spread", "wire_gbit_s", "of_line")
     assert [row[c] for c in open_] == [None] * len(open_)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from commlib.bench.link.collectives import OPS, Buffers, sample, wrong
-from commlib.bench.link.worker import Bench, Measured
+from commlib.bench.link.worker import Bench, LinkMeasured
 from commlib.errors import CommlibError
 from commlib.groups.world import World
 from tests.support.rank_pool import Fleet, RankFailed
@@ -34,14 +34,14 @@ def measure_one_that_lies(world: World) -> None:
     lying = OPS["broadcast"]
     if world.rank == 1:
         lying = type(lying)(lying.name, lying.factor, lying.prepare, lambda n, ranks, rank: torch.zeros(n))
-    Bench("gloo", dist.group.WORLD).measure(lying, [1000], 1.0, Measured(None, [], {}, {}), done=0)
+    Bench("gloo", dist.group.WORLD).measure(lying, [1000], 1.0, LinkMeasured(None, [], {}, {}), done=0)
 
 
 def refuse(world: World) -> dict[tuple[str, str], str]:
     def prepare(*_: object) -> Buffers:
         raise RuntimeError("this backend has no such thing\nwith details")
 
-    measured = Measured(None, [], {}, {})
+    measured = LinkMeasured(None, [], {}, {})
     op = OPS["gather"]
     refused = type(op)(op.name, op.factor, prepare, op.expected)
     Bench("gloo", dist.group.WORLD).measure(refused, [1000], 1.0, measured, done=0)
@@ -49,8 +49,8 @@ def refuse(world: World) -> dict[tuple[str, str], str]:
     return measured.cannot
 
 
-def with_little_time(world: World) -> Measured:
-    measured = Measured(None, [], {}, {})
+def with_little_time(world: World) -> LinkMeasured:
+    measured = LinkMeasured(None, [], {}, {})
     bench = Bench("gloo", dist.group.WORLD)
     bench.measure(OPS["all_reduce"], [1000, 4000, 256_000_000], 0.05, measured, done=0)
     return measured

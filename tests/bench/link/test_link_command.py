@@ -14,7 +14,7 @@ from commlib.bench.launch.processes import RankFailed
 from commlib.bench.link import command, plot, results
 from commlib.bench.link.collectives import OPS
 from commlib.bench.link.command import link
-from commlib.bench.link.worker import Measured, Point, Settings, choose, known
+from commlib.bench.link.worker import LinkMeasured, LinkPoint, LinkSettings, choose, known
 from commlib.bench.results.record import Record, facts, read
 from commlib.errors import CommlibError, MissingDependency, PeerLost
 from commlib.messaging.throughput import Stream
@@ -26,12 +26,12 @@ COLUMNS = [
 LINE = Stream(0.2, 2e-5)
 
 
-def points(op: str, sizes: list[int], alpha: float = 0.001, beta: float = 6e-8) -> list[Point]:
-    return [Point("gloo", op, n, (alpha + beta * n,) * 3) for n in sizes]
+def points(op: str, sizes: list[int], alpha: float = 0.001, beta: float = 6e-8) -> list[LinkPoint]:
+    return [LinkPoint("gloo", op, n, (alpha + beta * n,) * 3) for n in sizes]
 
 
-def record(found: list[Point], ranks: int = 4) -> Record:
-    measured = Measured(LINE, found, {}, {})
+def record(found: list[LinkPoint], ranks: int = 4) -> Record:
+    measured = LinkMeasured(LINE, found, {}, {})
     about = {"ranks": ranks, "hosts": 4, "ranks_per_host": 1, "rate": "200mbit"}
     run = facts(**about, backend="gloo", line_gbit_s=LINE.gbit_s, line_latency_us=20.0)
     return Record("link", run, results.rows(measured, ranks))
@@ -84,7 +84,9 @@ def test_a_lab(lab: object, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rows_of_a_perfect_line() -> None:
-    rows = record([*points("all_reduce", [1000, 64_000, 1_000_000]), Point("gloo", "barrier", 0, (0.002,) * 3)]).rows
+    rows = record(
+        [*points("all_reduce", [1000, 64_000, 1_000_000]), LinkPoint("gloo", "barrier", 0, (0.002,) * 3)]
+    ).rows
     assert [list(row) for row in rows] == [COLUMNS] * 4
     last, barrier = rows[2], rows[3]
     assert last["seconds"] == pytest.approx(0.061)
@@ -111,13 +113,13 @@ def test_the_summary_has_a_row_for_every_operation() -> None:
 
 def test_what_was_left_out_is_said_with_the_option_that_brings_it_in() -> None:
     found = points("all_reduce", [1000, 1_000_000], alpha=0.0, beta=1e-7)
-    measured = Measured(LINE, found, {("gloo", "all_reduce"): (4_000_000,)}, {("gloo", "reduce"): "not supported"})
+    measured = LinkMeasured(LINE, found, {("gloo", "all_reduce"): (4_000_000,)}, {("gloo", "reduce"): "not supported"})
     refused, missing = results.notes(measured, 2)
     assert refused == "gloo cannot reduce: not supported"
     assert "from 4 MB on: all_reduce" in missing
     needed = int(missing.partition("--seconds ")[2].split()[0])
     assert needed >= 5 * (0.1 + 0.4)
-    assert results.notes(Measured(LINE, found, {}, {}), 2) == []
+    assert results.notes(LinkMeasured(LINE, found, {}, {}), 2) == []
 
 
 def test_the_picture_says_what_it_shows() -> None:
@@ -188,7 +190,7 @@ class Broken:
 
 
 def run_broken(error: BaseException) -> None:
-    settings = Settings(("gloo",), ("barrier",), (1000,), 1.0)
+    settings = LinkSettings(("gloo",), ("barrier",), (1000,), 1.0)
     command._run(Broken(error), settings)  # type: ignore[arg-type]
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.bench.plan.consistency_simulator import Run, simulate
+from commlib.bench.plan.consistency_simulator import SimulatedRun, simulate
 from commlib.server.job.consistency import ASP, BSP, DTSSP, SSP, WSP, Consistency, Downpour, make
 
 rules = st.one_of(
@@ -22,7 +22,7 @@ rules = st.one_of(
 )
 
 
-def at_random(rule: Consistency, workers: int, steps: int, rng: random.Random) -> Run:
+def at_random(rule: Consistency, workers: int, steps: int, rng: random.Random) -> SimulatedRun:
     return simulate(
         rule,
         workers,

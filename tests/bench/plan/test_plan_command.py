@@ -15,7 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from commlib.bench.plan import table
-from commlib.bench.plan.assumptions import RANKS, Setting
+from commlib.bench.plan.assumptions import RANKS, Assumptions
 from commlib.bench.plan.command import plan
 from commlib.bench.plan.known_models import MODELS, known
 from commlib.bench.plan.schemes import SCHEMES, outcomes
@@ -108,7 +108,7 @@ def test_the_layer_table() -> None:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("width", [80, 120])
 def test_tables_fit_a_terminal(model: str, width: int) -> None:
-    m, s = known(model), Setting(batch=known(model).batch)
+    m, s = known(model), Assumptions(batch=known(model).batch)
     found = [o for p in RANKS for o in outcomes(m, s, p)]
     assert table_width(table.scaling(m, found)) <= 80
     assert table_width(table.crossover_table(table.crossovers(m, s.batch, RANKS), width)) <= width

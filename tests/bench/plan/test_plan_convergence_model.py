@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from commlib.bench.plan import convergence_measure, convergence_model, convergence_plot, time_to_accuracy
-from commlib.bench.plan.assumptions import Setting
+from commlib.bench.plan.assumptions import Assumptions
 from commlib.bench.plan.command import plan
-from commlib.bench.plan.convergence_model import LOCAL, NAIVE, Row, Table
+from commlib.bench.plan.convergence_model import LOCAL, NAIVE, RoundsRow, Table
 from commlib.bench.plan.known_models import known
 from commlib.bench.plan.time_to_accuracy import Question
 from commlib.local_sgd import outer_optimizers
@@ -25,13 +25,13 @@ APP = typer.Typer()
 APP.command()(plan)
 BY_HAND = Table(
     [
-        Row("serial", 1, 1, 0.9, 100.0),
-        Row("serial", 1, 1, 0.95, 200.0),
-        Row("sparknet", 5, 10, 0.9, 8.0),
-        Row("sparknet", 5, 10, 0.95, 20.0),
-        Row("sparknet", 5, 50, 0.9, 4.0),
-        Row("sparknet", 5, 1, 0.95, 150.0),
-        Row("ssp", 5, 1, 0.95, 100.0),
+        RoundsRow("serial", 1, 1, 0.9, 100.0),
+        RoundsRow("serial", 1, 1, 0.95, 200.0),
+        RoundsRow("sparknet", 5, 10, 0.9, 8.0),
+        RoundsRow("sparknet", 5, 10, 0.95, 20.0),
+        RoundsRow("sparknet", 5, 50, 0.9, 4.0),
+        RoundsRow("sparknet", 5, 1, 0.95, 150.0),
+        RoundsRow("ssp", 5, 1, 0.95, 100.0),
     ]
 )
 
@@ -74,7 +74,7 @@ def test_speed_ups_fall_with_s_naive_fastest_and_by_less_the_more_steps(c: float
 def test_at_the_crossover_both_take_the_same_and_beyond_it_local_steps_less(
     c: float, ranks: int, tau: int, serial: int, met: int
 ) -> None:
-    table = Table([Row("serial", 1, 1, 0.9, serial), Row("sparknet", ranks, tau, 0.9, met)])
+    table = Table([RoundsRow("serial", 1, 1, 0.9, serial), RoundsRow("sparknet", ranks, tau, 0.9, met)])
     where = convergence_model.crossover(table, "sparknet", ranks, tau, 0.9, c)
 
     def ahead(s: float) -> float:
@@ -137,7 +137,7 @@ def test_it_prints_and_draws_what_was_asked(tmp_path: Path) -> None:
         assert words in done.stdout
     done = call("vgg19", "--algorithm", "sparknet", "--tau", "10", "--gbit", "1", "--json", "--tflops", "5")
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    setting = Setting(gbit=1, tflops=5)
+    setting = Assumptions(gbit=1, tflops=5)
     assert [r["algorithm"] for r in rows] == [NAIVE, "sparknet"]
     assert rows[0]["meeting_s"] == pytest.approx(time_to_accuracy.ring_s(4 * known("vgg19").parameters, 5, setting))
     assert rows[0]["meeting_s"] == pytest.approx(1.6 * 32 * known("vgg19").parameters / 1e9, rel=1e-3)
@@ -188,6 +188,6 @@ def test_a_table_that_is_none_is_refused_by_its_line(tmp_path: Path, text: str, 
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
-    rows = [Row("serial", 1, 1, 0.9, 12.5), Row("wsp", 10, 4, 0.95, 7.0)]
+    rows = [RoundsRow("serial", 1, 1, 0.9, 12.5), RoundsRow("wsp", 10, 4, 0.95, 7.0)]
     (tmp_path / "t.csv").write_text(convergence_model.written(rows))
     assert convergence_model.read(tmp_path / "t.csv").rounds("wsp", 10, 4) == {0.95: 7.0}

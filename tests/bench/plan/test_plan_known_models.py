@@ -8,7 +8,7 @@ from torch import nn
 
 from commlib.bench.plan.custom_model import count
 from commlib.bench.plan.known_models import MODELS, inception_v3, known
-from commlib.bench.plan.model import Layer, Model
+from commlib.bench.plan.model import LayeredModel, ModelLayer
 from commlib.bench.plan.table import briefly, groups
 
 
@@ -85,7 +85,7 @@ def test_a_block_of_bert_is_what_pytorch_counts() -> None:
     assert sum(x.parameters for x in counted) == sum(x.parameters for x in expected)
 
 
-def figures(x: Layer) -> tuple[object, ...]:
+def figures(x: ModelLayer) -> tuple[object, ...]:
     return x.kind, x.parameters, x.flops, x.inputs, x.outputs, x.rows
 
 
@@ -119,5 +119,5 @@ def test_some_layers_of_a_group_are_counted() -> None:
 
 
 def test_numbers_that_all_have_in_common_stay_in_the_name() -> None:
-    made = [Layer(f"stage2.block{i}.fc", "linear", 4, 8, 2, 2, 1) for i in range(3)]
-    assert [g.name for g in groups(Model("m", tuple(made), "", 1).linear)] == ["stage2.block*.fc"]
+    made = [ModelLayer(f"stage2.block{i}.fc", "linear", 4, 8, 2, 2, 1) for i in range(3)]
+    assert [g.name for g in groups(LayeredModel("m", tuple(made), "", 1).linear)] == ["stage2.block*.fc"]

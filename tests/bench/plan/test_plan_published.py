@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from commlib.bench.plan import published
-from commlib.bench.plan.assumptions import Setting
+from commlib.bench.plan.assumptions import Assumptions
 from commlib.bench.plan.known_models import known
 from commlib.bench.plan.schemes import SCHEMES, outcomes
 from commlib.bench.results.table import Row
@@ -30,7 +30,7 @@ def test_the_one_known_at_second_hand_says_so() -> None:
 @pytest.mark.parametrize("row", published.rows(), ids=lambda r: f"{r['system']} {r['model']} {r['ranks']}")
 def test_a_prediction_is_the_plans_own_for_that_set_up(row: Row) -> None:
     for tflops in (3.0, 6.0):
-        setting = Setting(gbit=float(str(row["gbit"])), latency_us=20.0, tflops=tflops, batch=32)
+        setting = Assumptions(gbit=float(str(row["gbit"])), latency_us=20.0, tflops=tflops, batch=32)
         found = outcomes(known(str(row["model"])), setting, int(str(row["ranks"])))
         expected = next(o.speedup for o in found if o.scheme == row["scheme"])
         assert row[f"at_{tflops:g}_tflops"] == expected

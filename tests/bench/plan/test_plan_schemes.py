@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlib.bench.plan.assumptions import RANKS, Setting, parse_ranks
+from commlib.bench.plan.assumptions import RANKS, Assumptions, parse_ranks
 from commlib.bench.plan.known_models import known
-from commlib.bench.plan.model import Layer, Model, plain
+from commlib.bench.plan.model import LayeredModel, ModelLayer, plain
 from commlib.bench.plan.schemes import (
     BUCKET,
     BYTES,
     FIRST_BUCKET,
     SCHEMES,
-    Outcome,
+    SchemeOutcome,
     alone_s,
     buckets,
     crossover,
@@ -29,16 +29,16 @@ from commlib.planning.cost.overlap import step_seconds
 from tests.support.tiers import examples
 
 
-def conv(name: str, parameters: int, flops: int) -> Layer:
-    return Layer(name, "conv", parameters, flops)
+def conv(name: str, parameters: int, flops: int) -> ModelLayer:
+    return ModelLayer(name, "conv", parameters, flops)
 
 
-def fc(name: str, m: int, n: int, rows: int) -> Layer:
-    return Layer(name, "linear", m * n + n, 2 * m * n * rows, m, n, rows)
+def fc(name: str, m: int, n: int, rows: int) -> ModelLayer:
+    return ModelLayer(name, "linear", m * n + n, 2 * m * n * rows, m, n, rows)
 
 
-def model(*layers: Layer) -> Model:
-    return Model("made up", layers, "", 1)
+def model(*layers: ModelLayer) -> LayeredModel:
+    return LayeredModel("made up", layers, "", 1)
 
 
 SIZES = st.integers(1, 30_000_000)
@@ -51,7 +51,7 @@ LAYERS = st.lists(
     max_size=8,
 ).map(lambda found: model(*(dataclasses.replace(x, name=f"{x.name}{i}") for i, x in enumerate(found))))
 SETTINGS = st.builds(
-    Setting,
+    Assumptions,
     gbit=st.floats(0.01, 1000),
     latency_us=st.one_of(st.just(0.0), st.floats(0.1, 1000)),
     tflops=st.floats(0.01, 1000),
@@ -60,12 +60,14 @@ SETTINGS = st.builds(
 MANY = st.integers(2, 4096)
 
 
-def by_scheme(m: Model, setting: Setting, ranks: int) -> dict[str, Outcome]:
+def by_scheme(m: LayeredModel, setting: Assumptions, ranks: int) -> dict[str, SchemeOutcome]:
     return {o.scheme: o for o in outcomes(m, setting, ranks)}
 
 
 @given(LAYERS, SETTINGS, MANY)
-def test_no_scheme_is_faster_than_ideal_and_auto_is_never_slower_than_dense(m: Model, s: Setting, p: int) -> None:
+def test_no_scheme_is_faster_than_ideal_and_auto_is_never_slower_than_dense(
+    m: LayeredModel, s: Assumptions, p: int
+) -> None:
     found = by_scheme(m, s, p)
     assert list(found) == list(SCHEMES)
     assert all(0 < o.speedup <= p * (1 + 1e-9) for o in found.values())
@@ -74,14 +76,14 @@ def test_no_scheme_is_faster_than_ideal_and_auto_is_never_slower_than_dense(m: M
 
 
 @given(LAYERS, SETTINGS, MANY, st.floats(1, 100))
-def test_more_bandwidth_is_never_slower(m: Model, s: Setting, p: int, times: float) -> None:
+def test_more_bandwidth_is_never_slower(m: LayeredModel, s: Assumptions, p: int, times: float) -> None:
     slow, fast = by_scheme(m, s, p), by_scheme(m, dataclasses.replace(s, gbit=s.gbit * times), p)
     for scheme in set(SCHEMES) - {"auto"}:  # auto may be content with a little less
         assert fast[scheme].step_s <= slow[scheme].step_s * (1 + 1e-9)
 
 
 @given(LAYERS, SETTINGS)
-def test_one_rank_is_one(m: Model, s: Setting) -> None:
+def test_one_rank_is_one(m: LayeredModel, s: Assumptions) -> None:
     for o in outcomes(m, s, 1):
         assert o.speedup == 1.0
         assert o.sent == 0
@@ -92,7 +94,7 @@ def test_one_rank_is_one(m: Model, s: Setting) -> None:
 @given(st.lists(st.tuples(st.integers(BUCKET // BYTES, 10**8), st.integers(1, 10**11)), min_size=1, max_size=8), MANY)
 def test_with_a_layer_a_bucket_dense_is_wait_free_backpropagation(made: list[tuple[int, int]], p: int) -> None:
     m = model(*(conv(f"c{i}", size, flops) for i, (size, flops) in enumerate(made)))
-    s = Setting(gbit=7.0, latency_us=3.0, tflops=2.0, batch=5)
+    s = Assumptions(gbit=7.0, latency_us=3.0, tflops=2.0, batch=5)
     forward = [5 * x.flops / 2e12 for x in m.layers]
     wire = [2 * (p - 1) * 3e-6 + 8 * 4 * x.parameters * 2 * (p - 1) / p / 7e9 for x in m.layers]
     expected = step_seconds(sum(forward), [2 * f for f in forward], wire)
@@ -103,7 +105,7 @@ def test_with_a_layer_a_bucket_dense_is_wait_free_backpropagation(made: list[tup
 
 def test_factors_of_one_layer_by_hand() -> None:
     layer = fc("fc", 1000, 500, 1)
-    s, p = Setting(gbit=1.0, latency_us=0.0, tflops=1.0, batch=10), 4
+    s, p = Assumptions(gbit=1.0, latency_us=0.0, tflops=1.0, batch=10), 4
     gradient = 10 * layer.flops / 1e12  # of the weight; the forward pass and the input's take as long
     transfer = 3 * (16 + 10 * 1500 * 4) * 8e-9
     found = by_scheme(model(layer), s, p)["factors"]
@@ -114,7 +116,7 @@ def test_factors_of_one_layer_by_hand() -> None:
 
 def test_the_product_of_all_rows_takes_the_gpus_time() -> None:
     m = model(conv("conv", 10, 10**9), fc("fc", 1000, 1000, 1))
-    s = Setting(gbit=100_000.0, latency_us=0.0, tflops=1.0, batch=100)
+    s = Assumptions(gbit=100_000.0, latency_us=0.0, tflops=1.0, batch=100)
     found = by_scheme(m, s, 8)["factors"]
     gradient = 100 * 2e6 / 1e12
     assert found.step_s == pytest.approx(alone_s(m, s) + 7 * gradient, rel=1e-3)
@@ -122,7 +124,7 @@ def test_the_product_of_all_rows_takes_the_gpus_time() -> None:
 
 def test_owners_of_one_layer_by_hand() -> None:
     layer = fc("fc", 500, 1000, 1)
-    s, p = Setting(gbit=1.0, latency_us=0.0, tflops=1.0, batch=10), 4
+    s, p = Assumptions(gbit=1.0, latency_us=0.0, tflops=1.0, batch=10), 4
     gradient = 10 * layer.flops / 1e12
     rows, blocks = 3 * (16 + 10 * (500 + 250) * 4), 3 * 500 * 250 * 4
     found = by_scheme(model(layer), s, p)["owners"]
@@ -133,7 +135,7 @@ def test_owners_of_one_layer_by_hand() -> None:
 
 def test_auto_takes_owners_where_a_tall_layer_has_rows_that_are_long_to_multiply() -> None:
     layer = fc("head", 1000, 100_000, 1)  # K between M/(P − 1) and NM/(PM + N)
-    slow = Setting(gbit=10.0, tflops=0.1, batch=512)
+    slow = Assumptions(gbit=10.0, tflops=0.1, batch=512)
     found = by_scheme(model(layer), slow, 8)
     assert found["auto"].ways["head"].route == "owners"
     assert found["auto"].step_s == found["owners"].step_s < found["factors"].step_s
@@ -141,7 +143,7 @@ def test_auto_takes_owners_where_a_tall_layer_has_rows_that_are_long_to_multiply
 
 def test_adam_waits_for_the_owner() -> None:
     layer = fc("fc", 4096, 4096, 1)
-    s, p = Setting(gbit=1.0, latency_us=5.0, tflops=100_000.0, batch=32), 8
+    s, p = Assumptions(gbit=1.0, latency_us=5.0, tflops=100_000.0, batch=32), 8
     moved = 4 * volume.adam_colocated(volume.FactorableShape(4096, 4096, 32, p, p))
     assert moved == 4 * 119_275_520
     found = by_scheme(model(layer), s, p)["adam"]
@@ -154,7 +156,7 @@ def test_the_crossover_is_the_cost_codes() -> None:
 
 
 @given(LAYERS)
-def test_every_layer_with_parameters_is_in_one_bucket_in_reverse_order(m: Model) -> None:
+def test_every_layer_with_parameters_is_in_one_bucket_in_reverse_order(m: LayeredModel) -> None:
     made = list(buckets(m.layers))
     assert [n for names in made for n in names] == [x.name for x in reversed(m.layers)]
     size = {x.name: BYTES * x.parameters for x in m.layers}
@@ -165,22 +167,24 @@ def test_every_layer_with_parameters_is_in_one_bucket_in_reverse_order(m: Model)
 
 
 def test_layers_without_parameters_compute_and_are_in_no_bucket() -> None:
-    m = model(plain("table", "embedding", [(100, 8)]), Layer("attention", "attention", 0, 10**9), fc("fc", 8, 8, 1))
-    p = one_pass(m, Setting(tflops=1.0, batch=1))
+    m = model(
+        plain("table", "embedding", [(100, 8)]), ModelLayer("attention", "attention", 0, 10**9), fc("fc", 8, 8, 1)
+    )
+    p = one_pass(m, Assumptions(tflops=1.0, batch=1))
     assert [b.layers for b in p.buckets] == [("fc", "table")]
     assert p.end == pytest.approx(3 * m.flops / 1e12)
     assert p.rows == {"fc": pytest.approx(m.flops / 1e12)}
 
 
 def test_vgg19_leaves_dense_at_10_gbit_and_not_on_a_fast_link() -> None:
-    slow, fast = by_scheme(known("vgg19"), Setting(), 8), by_scheme(known("vgg19"), Setting(gbit=10_000.0), 8)
+    slow, fast = by_scheme(known("vgg19"), Assumptions(), 8), by_scheme(known("vgg19"), Assumptions(gbit=10_000.0), 8)
     assert "classifier.0" in slow["auto"].changed
     assert fast["auto"].changed == ()
     assert slow["auto"].ways["classifier.0"].route == "factors"
 
 
 def test_factors_never_pay_for_a_transformers_positions() -> None:
-    found = by_scheme(known("bert-large"), Setting(batch=8), 16)
+    found = by_scheme(known("bert-large"), Assumptions(batch=8), 16)
     assert found["factors"].step_s > found["dense"].step_s
     assert all(name == "pooler.dense" for name in found["auto"].changed)
 
@@ -204,7 +208,7 @@ def test_factors_never_pay_for_a_transformers_positions() -> None:
 )
 def test_a_setting_out_of_range_is_named(options: dict[str, float], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Setting(**options)  # type: ignore[arg-type]
+        Assumptions(**options)  # type: ignore[arg-type]
 
 
 def test_numbers_of_ranks() -> None:

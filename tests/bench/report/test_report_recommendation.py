@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from commlib.bench.report.findings import findings, summary
 from commlib.bench.report.recommendation import (
     MARGIN,
-    Contender,
+    MeasuredRoute,
     clause,
     contenders,
     find_baseline,
@@ -25,7 +25,7 @@ from commlib.bench.results.record import Record
 from commlib.bench.results.table import Row
 
 RUN = {"ranks": 4, "hosts": 4, "ranks_per_host": 1, "rate": "200mbit", "backend": "gloo", "line_gbit_s": 0.19}
-DDP = Contender("ddp", True, True, 1.0, 1.0, 0.0, loss=2.0, loss_ok=True)
+DDP = MeasuredRoute("ddp", True, True, 1.0, 1.0, 0.0, loss=2.0, loss_ok=True)
 
 
 def row(route: str, step_s: float | None, *, by: str = "commlib", ddp_s: float = 1.0, **more: object) -> Row:
@@ -137,9 +137,9 @@ def test_no_route_is_called_faster_within_the_spread(rows: list[Row]) -> None:
     ],
 )
 def test_the_rule(versus: float | None, spread: float | None, judgement: str) -> None:
-    assert judge(Contender("x", False, False, 1.0, versus, spread), DDP) == judgement
+    assert judge(MeasuredRoute("x", False, False, 1.0, versus, spread), DDP) == judgement
     noisy = dataclasses.replace(DDP, spread=spread)  # the larger of the two spreads counts, whosever it is
-    assert judge(Contender("x", False, False, 1.0, versus, 0.0), noisy) == judgement
+    assert judge(MeasuredRoute("x", False, False, 1.0, versus, 0.0), noisy) == judgement
 
 
 def test_the_sentence_of_the_issue() -> None:

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from commlib.bench.results import socket_counters
-from commlib.bench.results.socket_counters import Traffic, traffic
+from commlib.bench.results.socket_counters import SocketCounters, traffic
 from commlib.groups.world import World
 from tests.support.rank_pool import Fleet
 
 pytestmark = pytest.mark.skipif(traffic() is None, reason="this system does not count bytes per connection")
 
 
-def now() -> Traffic:
+def now() -> SocketCounters:
     counted = traffic()
     assert counted is not None
     return counted
@@ -47,7 +47,7 @@ def test_files_pipes_listeners_and_unix_sockets_are_passed_over() -> None:
     with left, right, socket.create_server(("127.0.0.1", 0)):
         left.sendall(b"not TCP")
         os.write(w, b"nor this")
-        assert now() - before == Traffic(0, 0, 0)
+        assert now() - before == SocketCounters(0, 0, 0)
     os.close(r)
     os.close(w)
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from commlib.bench.server import ring_throughput
-from commlib.bench.server.ring_throughput import Ring, Ticks, measure_ring, ticks
+from commlib.bench.server.ring_throughput import RingBenchmark, Ticks, measure_ring, ticks
 from commlib.errors import PeerLost
 from commlib.groups.handshake import store_of
 from commlib.groups.world import World
@@ -21,7 +21,7 @@ PATIENCE_S = 3.0
 """It lapses for the rank that is stopped; the others are there."""
 
 
-def measure_twice(world: World) -> list[Ring | None]:
+def measure_twice(world: World) -> list[RingBenchmark | None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ring_throughput, "_TAIL_S", 2.0)  # a rank may be late
         return [measure_ring(0.05), measure_ring(0.1)]

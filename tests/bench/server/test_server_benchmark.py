@@ -11,21 +11,23 @@ import pytest
 import torch
 
 from commlib.bench.server.command import lines, rows, words
-from commlib.bench.server.ring_throughput import Ring
-from commlib.bench.server.worker import Figures, Job, Visit, network
+from commlib.bench.server.ring_throughput import RingBenchmark
+from commlib.bench.server.worker import ServerBenchmarkJob, ServerFigures, ServerTrial, network
 
 Call = Callable[..., tuple[int, str, str]]
 
 
-JOB = Job("bsp", 4, 4_000_000, 0.4, 0.8, 5, 3, 1 << 20)
+JOB = ServerBenchmarkJob("bsp", 4, 4_000_000, 0.4, 0.8, 5, 3, 1 << 20)
 
 
-RING = Ring(0.08, 0.9)
+RING = RingBenchmark(0.08, 0.9)
 
 
-def figures(line: float | None = 0.1, ring: Ring | None = RING) -> Figures:
-    bare = [Visit(0.8, 0.5), Visit(0.75, 0.7), Visit(0.9, 0.6)]
-    return Figures(line, ring, 1 << 20, bare, [Visit(1.3, 0.4)], [Visit(1.2, None)], [Visit(1.4, 0.2)])
+def figures(line: float | None = 0.1, ring: RingBenchmark | None = RING) -> ServerFigures:
+    bare = [ServerTrial(0.8, 0.5), ServerTrial(0.75, 0.7), ServerTrial(0.9, 0.6)]
+    return ServerFigures(
+        line, ring, 1 << 20, bare, [ServerTrial(1.3, 0.4)], [ServerTrial(1.2, None)], [ServerTrial(1.4, 0.2)]
+    )
 
 
 def test_rows_compare_what_was_seen_with_the_line_of_all_at_once_and_the_recursion() -> None:
@@ -46,7 +48,7 @@ def test_a_way_has_the_busy_share_of_the_cores_of_its_own_visits() -> None:
 def test_both_lines_are_told_apart() -> None:
     assert lines(figures()) == {"line_gbit_s": 0.1, "line_all_gbit_s": 0.08, "cores_line_all": 0.9}
     assert words(figures()) == "line 0.100 Gbit/s, all at once 0.080 with 90% of the cores; "
-    assert words(figures(ring=Ring(0.08, None))) == "line 0.100 Gbit/s, all at once 0.080; "
+    assert words(figures(ring=RingBenchmark(0.08, None))) == "line 0.100 Gbit/s, all at once 0.080; "
 
 
 def test_one_rank_has_no_line_and_nothing_is_a_share_of_it() -> None:

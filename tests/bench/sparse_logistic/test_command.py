@@ -18,7 +18,7 @@ from commlib.bench.launch.processes import RankFailed, run_ranks
 from commlib.bench.sparse_logistic import processes, report
 from commlib.bench.sparse_logistic.command import FILTERS
 from commlib.bench.sparse_logistic.generate import Generated
-from commlib.bench.sparse_logistic.partition import Plan
+from commlib.bench.sparse_logistic.partition import SparsePartition
 from commlib.bench.sparse_logistic.processes import Job, examples, in_processes
 from commlib.bench.sparse_logistic.rows import objective
 from commlib.bench.sparse_logistic.solve import in_threads
@@ -103,7 +103,7 @@ def test_a_file_is_solved_without_filters_and_with_them_and_both_are_shown(call:
 
 def test_processes_over_tcp_do_what_threads_do_bit_for_bit(file: Path) -> None:
     rows = examples(file)
-    plan = Plan(
+    plan = SparsePartition(
         features=rows.features,
         examples=len(rows),
         l1=0.5,
@@ -132,7 +132,7 @@ def dies(job: Job) -> object:
 
 def test_a_worker_that_is_killed_ends_the_run_and_is_named() -> None:
     source = Generated(examples=2000, features=3000, seed=1)
-    plan = Plan(features=3000, examples=2000, l1=0.05, passes=100_000, tolerance=1e-300)
+    plan = SparsePartition(features=3000, examples=2000, l1=0.05, passes=100_000, tolerance=1e-300)
     with pytest.raises(RankFailed, match="rank 3 was killed by SIGKILL"):
         run_ranks(dies, plan.ranks, (Job(source, (plan,)),), timeout=300.0)
 
@@ -140,7 +140,7 @@ def test_a_worker_that_is_killed_ends_the_run_and_is_named() -> None:
 @pytest.mark.full
 def test_a_generated_problem_takes_ten_times_fewer_bytes_with_filters_at_equal_objective() -> None:
     source = Generated(examples=3000, features=20_000)
-    plain = Plan(features=20_000, examples=3000)
+    plain = SparsePartition(features=20_000, examples=3000)
     plans = (plain, dataclasses.replace(plain, filters=FILTERS, kkt=True))
     made = report.make("t", "generated", source.rows(), plans, in_processes(Job(source, plans)))
     assert all(run["converged"] for run in made["runs"])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from commlib.bench.sparse_logistic.generate import Generated
 from commlib.bench.sparse_logistic.kkt_filter import OFF, Active, Rule, Verdict, rests
 from commlib.bench.sparse_logistic.proximal_step import REST, step
-from commlib.bench.sparse_logistic.sparse_worker import Shard
+from commlib.bench.sparse_logistic.sparse_worker import ExampleShard
 from tests.support.tiers import examples
 
 
@@ -23,7 +23,7 @@ def descend(seed: int, *, skip: bool, passes: int = 25, l1: float = 0.4) -> tupl
     are left out.
     """
     rows = Generated(examples=80, features=60, drawn=8, true=6, seed=seed).rows()
-    shard = Shard(rows)
+    shard = ExampleShard(rows)
     keys = shard.keys
     sums = torch.zeros(80, dtype=torch.float64).index_add_(0, rows.of(), rows.values.double().abs())
     bound = torch.zeros(60, dtype=torch.float64)

@@ -13,7 +13,7 @@ from sklearn.linear_model import LogisticRegression
 
 from commlib.bench.sparse_logistic.byte_counters import InThreads
 from commlib.bench.sparse_logistic.generate import Generated
-from commlib.bench.sparse_logistic.partition import Plan
+from commlib.bench.sparse_logistic.partition import SparsePartition
 from commlib.bench.sparse_logistic.protocol import Kind, Line
 from commlib.bench.sparse_logistic.rows import Rows, objective
 from commlib.bench.sparse_logistic.solve import Outcome, in_threads, play
@@ -28,8 +28,8 @@ def rows() -> Rows:
     return Generated(examples=400, features=300, drawn=12, true=15, seed=5).rows()
 
 
-def plan(rows: Rows, **options: object) -> Plan:
-    base = Plan(features=rows.features, examples=len(rows), l1=1.5, blocks=6, timeout=120.0)
+def plan(rows: Rows, **options: object) -> SparsePartition:
+    base = SparsePartition(features=rows.features, examples=len(rows), l1=1.5, blocks=6, timeout=120.0)
     return dataclasses.replace(base, **options)  # type: ignore[arg-type]
 
 

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from commlib.bench.sparse_logistic.generate import Generated
 from commlib.bench.sparse_logistic.rows import Rows, loss, objective
-from commlib.bench.sparse_logistic.sparse_worker import Shard
+from commlib.bench.sparse_logistic.sparse_worker import ExampleShard
 
 
-def problem(seed: int) -> tuple[Rows, Shard, Tensor]:
+def problem(seed: int) -> tuple[Rows, ExampleShard, Tensor]:
     """Examples, and a worker that has them and some weights."""
     rows = Generated(examples=25, features=30, drawn=6, true=3, seed=seed).rows()
-    shard = Shard(rows)
+    shard = ExampleShard(rows)
     w = torch.zeros(30)
     for turn in range(3):
         draws = torch.Generator().manual_seed(seed + turn)
@@ -56,7 +56,7 @@ def test_no_step_within_reach_costs_more_than_gradient_and_curvature_say(seed: i
 
 def test_examples_without_features_and_blocks_without_keys_are_nothing_special() -> None:
     rows = Rows(torch.tensor([0, 0, 1]), torch.tensor([4]), torch.tensor([2.0]), torch.tensor([1.0, -1.0]), 9)
-    shard = Shard(rows)
+    shard = ExampleShard(rows)
     assert shard.keys.tolist() == [4]
     assert [each.tolist() for each in shard.slopes(shard.between(5, 9))] == [[], []]
     assert [each.tolist() for each in shard.slopes(shard.keys)] == [[1.0], [1.0]]  # ½·2; min(¼, …)·2·2
@@ -64,7 +64,7 @@ def test_examples_without_features_and_blocks_without_keys_are_nothing_special()
 
 def test_features_of_great_values_have_a_curvature_that_is_a_number() -> None:
     rows = Rows(torch.tensor([0, 2]), torch.tensor([0, 1]), torch.tensor([1e6, 1e-3]), torch.tensor([1.0]), 2)
-    shard = Shard(rows)
+    shard = ExampleShard(rows)
     shard.change(torch.tensor([0]), torch.tensor([1.0]))  # p(1 - p) is 0, what it may become in reach is not
     u = shard.slopes(shard.keys)[1]
     assert u[0] == pytest.approx(0.25 * 1e6 * (2.1 * 1e6 + 1e-3) / 2.1)

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from commlib.bench.launch.processes import RankFailed, run_ranks
-from commlib.bench.trainer.settings import Settings
+from commlib.bench.trainer.settings import TrainSettings
 from commlib.bench.trainer.tasks import BadInput
-from commlib.bench.trainer.worker import Progress
+from commlib.bench.trainer.worker import RunProgress
 from commlib.bench.trainer.worker import main as rank_main
 
 Call = Callable[..., tuple[int, str, str]]
@@ -67,8 +67,8 @@ def two_by_two(rank: int) -> dict[str, str]:
 @pytest.mark.full
 def test_two_levels_are_trained_on_and_resumed(tmp_path: Path) -> None:
     options: dict[str, Any] = {"checkpoint": tmp_path, "hierarchy": True, "comms": ("onebit",)}
-    run_ranks(rank_main, 4, (Settings(**options, steps=6),), env=two_by_two)
-    for report in run_ranks(rank_main, 4, (Settings(**options, steps=9, resume=True),), env=two_by_two):
+    run_ranks(rank_main, 4, (TrainSettings(**options, steps=6),), env=two_by_two)
+    for report in run_ranks(rank_main, 4, (TrainSettings(**options, steps=9, resume=True),), env=two_by_two):
         (run,) = report["runs"]
         assert run["levels"] == "2 nodes of 2"
         assert run["steps"] == 9
@@ -78,7 +78,7 @@ def test_two_levels_are_trained_on_and_resumed(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_an_environment_that_makes_no_nodes_is_bad_input_and_says_what_does() -> None:
     with pytest.raises(RankFailed) as failed:
-        run_ranks(rank_main, 2, (Settings(steps=3, hierarchy=True),), env=lambda rank: {"LOCAL_RANK": "0"})
+        run_ranks(rank_main, 2, (TrainSettings(steps=3, hierarchy=True),), env=lambda rank: {"LOCAL_RANK": "0"})
     assert isinstance(failed.value.error, BadInput)
     assert "ranks 0 and 1 both say LOCAL_RANK 0 on node 0" in str(failed.value)
 
@@ -124,8 +124,8 @@ def test_table_of_a_run_that_torchrun_started(tmp_path: Path) -> None:
 def test_text_learns_a_file_by_epochs(tmp_path: Path) -> None:
     path = tmp_path / "t.txt"
     path.write_text("the quick brown fox jumps over the lazy dog. " * 150, encoding="utf-8")
-    settings = Settings(task="text", data=path, hidden=64, epochs=8, batch=4, comms=("none",))
-    steps: list[Progress] = []
+    settings = TrainSettings(task="text", data=path, hidden=64, epochs=8, batch=4, comms=("none",))
+    steps: list[RunProgress] = []
     run = run_ranks(rank_main, 2, (settings,), on_message=lambda r, m: steps.append(m), timeout=300)[0]["runs"][0]
     assert run["steps"] == 8 * (94 // 8)
     assert run["loss"] < 2.5
@@ -136,7 +136,7 @@ def test_text_learns_a_file_by_epochs(tmp_path: Path) -> None:
 def test_cifar_reads_an_archive_of_jpegs_with_amp(tmp_path: Path) -> None:
     path = tmp_path / "images.npz"
     write_images(path, train=64, test=16)
-    settings = Settings(task="cifar", data=path, hidden=32, steps=12, batch=8, amp=True, comms=("onebit",))
+    settings = TrainSettings(task="cifar", data=path, hidden=32, steps=12, batch=8, amp=True, comms=("onebit",))
     report = run_ranks(rank_main, 2, (settings,), timeout=300)[0]
     assert (report["train_examples"], report["test_examples"]) == (64, 16)
     assert report["runs"][0]["accuracy"] > 60  # red or blue

@@ -15,7 +15,7 @@ from commlib.bench.trainer.checkpoint import run_path
 from commlib.bench.trainer.ddp_run import learning_rate
 from commlib.bench.trainer.evaluate import ReplicasDiffer, check_replicas
 from commlib.bench.trainer.sampler import Shards
-from commlib.bench.trainer.settings import Settings
+from commlib.bench.trainer.settings import TrainSettings
 from commlib.bench.trainer.tasks import BadInput, load_task
 from commlib.bench.trainer.worker import place
 
@@ -73,18 +73,18 @@ class TestSettings:
     )
     def test_bad_flags_are_named(self, flags: dict[str, Any], said: str) -> None:
         with pytest.raises(BadInput, match=said):
-            Settings(**flags)
+            TrainSettings(**flags)
 
     def test_a_used_folder_is_not_overwritten(self, tmp_path: Path) -> None:
         run_path(tmp_path, "onebit", 0).mkdir(parents=True)
-        Settings(checkpoint=tmp_path, comms=("none",))
-        Settings(checkpoint=tmp_path, comms=("onebit",), resume=True)
+        TrainSettings(checkpoint=tmp_path, comms=("none",))
+        TrainSettings(checkpoint=tmp_path, comms=("onebit",), resume=True)
         with pytest.raises(BadInput, match="already holds this run"):
-            Settings(checkpoint=tmp_path, comms=("none", "onebit"))
+            TrainSettings(checkpoint=tmp_path, comms=("none", "onebit"))
 
     def test_every_codec_gets_the_same_recipe_but_dgc_brings_its_momentum(self) -> None:
         defaults = load_task("digits", None, 64).defaults
-        s = Settings()
+        s = TrainSettings()
         assert s.recipe(defaults, "none") == s.recipe(defaults, "topk:ratio=0.01")
         assert s.recipe(defaults, "none").momentum == 0.9
         assert s.recipe(defaults, "dgc:ratio=0.01").momentum == 0.0

@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 
 from commlib.bench.launch.processes import RankFailed, run_ranks
-from commlib.bench.trainer.settings import Settings
-from commlib.bench.trainer.worker import Progress
+from commlib.bench.trainer.settings import TrainSettings
+from commlib.bench.trainer.worker import RunProgress
 from commlib.bench.trainer.worker import main as rank_main
 from commlib.errors import CheckpointMismatch
 
-SETTINGS = Settings(comms=("onebit",), steps=200, hidden=256)
+SETTINGS = TrainSettings(comms=("onebit",), steps=200, hidden=256)
 
 
 class Enough(Exception):
     """Raised in the parent to end a run on its way."""
 
 
-def train(settings: Settings, ranks: int = 2, stop_at: int | None = None) -> dict[str, Any]:
+def train(settings: TrainSettings, ranks: int = 2, stop_at: int | None = None) -> dict[str, Any]:
     """The only run's result."""
 
-    def look(rank: int, message: Progress) -> None:
+    def look(rank: int, message: RunProgress) -> None:
         if stop_at is not None and message.step >= stop_at:
             raise Enough
 

@@ -15,13 +15,13 @@ from commlib.bench.results.record import read
 from commlib.bench.results.table import Row
 from commlib.bench.targets import Here
 from commlib.bench.training import command
-from commlib.bench.training.configurations import Contender
+from commlib.bench.training.configurations import Configuration
 from commlib.bench.training.fsdp import Sharded
 from commlib.bench.training.results import rows
 from commlib.bench.training.runner import BaselineFailed, race
 from commlib.bench.training.schedule import Schedule
-from commlib.bench.training.trial import Job
-from commlib.bench.training.workloads import Course, shapes
+from commlib.bench.training.trial import TrainingJob
+from commlib.bench.training.workloads import Workload, shapes
 
 FSDP2 = Sharded("fsdp2", "pytorch", True)
 VALUES = 664_704
@@ -32,7 +32,7 @@ INT8 = 4 / (1 + 4 / 256)  # times fewer bytes: a byte a value, and a scale for e
 class Sum(Sharded):
     """The sum of the gradients, not the mean."""
 
-    def wrap(self, course: Course, group: Any, timeout: float, bucket_cap_mb: float | None = None) -> Any:
+    def wrap(self, course: Workload, group: Any, timeout: float, bucket_cap_mb: float | None = None) -> Any:
         model, _ = FSDP2.wrap(course, group, timeout)
         modules: list[Any] = list(model.modules())
         for module in modules:
@@ -46,15 +46,15 @@ class Sum(Sharded):
 class Old(Sharded):
     """Of a PyTorch whose FSDP2 cannot be given a communication."""
 
-    def wrap(self, course: Course, group: Any, timeout: float, bucket_cap_mb: float | None = None) -> Any:
+    def wrap(self, course: Workload, group: Any, timeout: float, bucket_cap_mb: float | None = None) -> Any:
         from torch.distributed.fsdp import FSDPModule
 
         del FSDPModule.set_custom_reduce_scatter
         return super().wrap(course, group, timeout)
 
 
-def run(*contenders: Contender) -> dict[str, Row]:
-    job = Job("gpt-small", contenders, 1, 4, None, "gloo", None)
+def run(*contenders: Configuration) -> dict[str, Row]:
+    job = TrainingJob("gpt-small", contenders, 1, 4, None, "gloo", None)
     schedule = Schedule([c.name for c in contenders], 1, 1, 10.0, 200.0, 200.0)
     result = race(Here(2), job, schedule, lambda visit, s: None)
     assert result is not None

@@ -20,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from commlib.bench.launch.processes import RankFailed
 from commlib.bench.results.table import Row
 from commlib.bench.targets import Here
-from commlib.bench.training.configurations import Contender
+from commlib.bench.training.configurations import Configuration
 from commlib.bench.training.results import rows
 from commlib.bench.training.runner import BaselineFailed, race
 from commlib.bench.training.schedule import Schedule
-from commlib.bench.training.trial import Job
+from commlib.bench.training.trial import TrainingJob
 from commlib.exchange.rate_limit import RateLimit
 
 
@@ -72,7 +72,7 @@ _BAD: dict[str, Callable[..., Any]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Bad(Contender):
+class Bad(Configuration):
     """A hook with a fault."""
 
     def put_on(self, ddp: DistributedDataParallel, group: Any, timeout: float) -> None:
@@ -80,10 +80,10 @@ class Bad(Contender):
             ddp.register_comm_hook(group, _BAD[self.name])
 
 
-DDP = Contender("ddp", "pytorch", True)
-NONE = Contender("none", "commlib", True)
-PLACED = Contender("placed:head+blocks.*.mlp.*", "commlib", True)
-ONEBIT = Contender("onebit", "commlib", False)
+DDP = Configuration("ddp", "pytorch", True)
+NONE = Configuration("none", "commlib", True)
+PLACED = Configuration("placed:head+blocks.*.mlp.*", "commlib", True)
+ONEBIT = Configuration("onebit", "commlib", False)
 
 
 PATIENCE_S = 200.0
@@ -98,12 +98,12 @@ class Hasty(Schedule):
         return 15.0 if name.startswith("hang") else super().limit_s(name)
 
 
-def bad(name: str, exact: bool = False) -> Contender:
+def bad(name: str, exact: bool = False) -> Configuration:
     return Bad(name, "commlib", exact)
 
 
-def run(*contenders: Contender, backward_s: float | None = None, rounds: int = 1) -> dict[str, Row]:
-    job = Job("gpt-small", [DDP, *contenders], 1, 4, backward_s, "gloo", None)
+def run(*contenders: Configuration, backward_s: float | None = None, rounds: int = 1) -> dict[str, Row]:
+    job = TrainingJob("gpt-small", [DDP, *contenders], 1, 4, backward_s, "gloo", None)
     schedule = Hasty([c.name for c in job.contenders], rounds, 1, 10.0, PATIENCE_S, PATIENCE_S)
     result = race(Here(2), job, schedule, lambda visit, s: None)
     assert result is not None
@@ -163,13 +163,13 @@ def test_who_hangs_or_dies_is_named_and_the_run_goes_on() -> None:
 
 
 def test_without_the_baseline_there_is_nothing_to_compare() -> None:
-    job = Job("gpt-small", [bad("die"), ONEBIT], 1, 4, None, "gloo", None)
+    job = TrainingJob("gpt-small", [bad("die"), ONEBIT], 1, 4, None, "gloo", None)
     with pytest.raises(BaselineFailed, match="killed by SIGKILL"):
         race(Here(2), job, Schedule(["die", "onebit"], 1, 1, 10.0, PATIENCE_S, PATIENCE_S), lambda visit, s: None)
 
 
 def test_ranks_that_cannot_even_start_are_an_error() -> None:
-    job = Job("gpt-small", [DDP], 1, 4, None, "no-such-backend", None)
+    job = TrainingJob("gpt-small", [DDP], 1, 4, None, "no-such-backend", None)
     with pytest.raises(RankFailed, match="failed"):
         race(Here(2), job, Schedule(["ddp"], 1, 1, 10.0, PATIENCE_S, PATIENCE_S), lambda visit, s: None)
 

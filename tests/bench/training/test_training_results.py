@@ -11,10 +11,10 @@ import pytest
 from commlib.bench.results.record import Record
 from commlib.bench.results.table import Row
 from commlib.bench.training.command import parse_compute
-from commlib.bench.training.configurations import COMMLIB, Contender, choose
+from commlib.bench.training.configurations import COMMLIB, Configuration, choose
 from commlib.bench.training.correctness import Evidence, judge
 from commlib.bench.training.results import hidden, rows, spread, title, versus
-from commlib.bench.training.schedule import Outcome, Schedule, Visit
+from commlib.bench.training.schedule import Schedule, TrainingTrial, TrialOutcome
 from commlib.bench.training.trial import short
 
 DDP = Evidence(0.0, first=5.0, last=4.0)
@@ -74,8 +74,8 @@ def test_gradients(own: Evidence, exact: bool, right: bool) -> None:
     assert judge([own], [MEAN], exact=exact) is right
 
 
-def outcome(name: str, number: int, *times: float, sent: float | None = 100.0) -> Outcome:
-    return Outcome(Visit(number, name), 1.0, times, sent, DDP)
+def outcome(name: str, number: int, *times: float, sent: float | None = 100.0) -> TrialOutcome:
+    return TrialOutcome(TrainingTrial(number, name), 1.0, times, sent, DDP)
 
 
 def test_ratios_are_taken_within_a_round() -> None:
@@ -97,11 +97,11 @@ def table() -> list[Row]:
     s = Schedule(["ddp", "a", "b"], 1, 1, 10.0, 1.0, 1.0)
     s.record(outcome("ddp", 0, 1.0))
     s.record(outcome("a", 0, 0.5, sent=None))
-    s.record(Outcome(Visit(0, "b"), 1.0, error="TypeError: " + "no " * 20))
+    s.record(TrialOutcome(TrainingTrial(0, "b"), 1.0, error="TypeError: " + "no " * 20))
     contenders = [
-        Contender("ddp", "pytorch", True),
-        Contender("a", "commlib", False),
-        Contender("b", "commlib", False),
+        Configuration("ddp", "pytorch", True),
+        Configuration("a", "commlib", False),
+        Configuration("b", "commlib", False),
     ]
     return rows(s, contenders, model="gpt", parameters=7)
 
@@ -127,7 +127,7 @@ def test_a_loss_that_is_no_number_is_none_and_wrong() -> None:
     s = Schedule(["ddp", "a"], 1, 1, 10.0, 1.0, 1.0)
     s.record(outcome("ddp", 0, 1.0))
     s.record(replace(outcome("a", 0, 1.0), evidence=replace(DDP, last=math.inf)))
-    ours = [Contender("ddp", "pytorch", True), Contender("a", "commlib", False)]
+    ours = [Configuration("ddp", "pytorch", True), Configuration("a", "commlib", False)]
     row = rows(s, ours, model="gpt", parameters=7)[1]
     assert (row["loss"], row["loss_ok"]) == (None, False)
 

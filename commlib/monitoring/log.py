@@ -25,7 +25,7 @@ from commlib.errors import ReplicasDiverged, check_numbers
 from commlib.exchange.step_commit import StepCommit
 from commlib.groups.world import World
 from commlib.monitoring.error_norms import ErrorNorms, LayerNorms, total
-from commlib.monitoring.log_writers import Entry, Target, target_of
+from commlib.monitoring.log_writers import Entry, LogWriter, target_of
 from commlib.monitoring.replica_check import DriftGuard
 from commlib.planning.plan import Plan
 from commlib.telemetry.recorder import Traceable
@@ -134,7 +134,7 @@ class Loggable(Traceable, abc.ABC):
 class Log:
     """What is being logged: until its block ends, or :meth:`stop`."""
 
-    def __init__(self, what: Loggable, targets: Sequence[Target], every: int) -> None:
+    def __init__(self, what: Loggable, targets: Sequence[LogWriter], every: int) -> None:
         self.exposed = Meter(what._device)
         self._what, self._every, self._process = weakref.ref(what), every, os.getpid()
         self._targets, self._rank = list(targets), what.world.rank
@@ -266,8 +266,8 @@ def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.6g}")
 
 
-def _opened(targets: Sequence[Any], rank: int) -> list[Target]:
-    found: list[Target] = []
+def _opened(targets: Sequence[Any], rank: int) -> list[LogWriter]:
+    found: list[LogWriter] = []
     try:
         for target in targets:
             found.append(target_of(target, rank))
@@ -278,6 +278,6 @@ def _opened(targets: Sequence[Any], rank: int) -> list[Target]:
     return found
 
 
-def _closed(target: Target) -> None:
+def _closed(target: LogWriter) -> None:
     with contextlib.suppress(Exception):  # what was to be said of it has been said
         target.close()

@@ -21,7 +21,7 @@ class LogFailed(CommlibError):
     """A log that cannot be begun; it says which file or folder, and why."""
 
 
-class Target(Protocol):
+class LogWriter(Protocol):
     """Where entries go. What it raises ends it, and nothing else."""
 
     name: str
@@ -33,7 +33,7 @@ class Target(Protocol):
         """No more."""
 
 
-def target_of(given: Any, rank: int) -> Target:
+def target_of(given: Any, rank: int) -> LogWriter:
     """What a user names.
 
     Args:
@@ -59,7 +59,7 @@ def target_of(given: Any, rank: int) -> Target:
     return _in_folder(folder.absolute())
 
 
-def _in_folder(folder: Path) -> Target:
+def _in_folder(folder: Path) -> LogWriter:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as e:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .host_tensors import Staged
 
-Help = Callable[["Work"], None]
+Help = Callable[["CollectiveWork"], None]
 """Gets a work done in the thread that waits for it, as far as that is possible; may return before it is."""
 
 

@@ -61,11 +61,11 @@ class Here:
         self.world_size = ranks
 
     def run(self, target: Callable[..., Any], args: Sequence[object] = (), **options: Any) -> Any:
-        """As :meth:`Target.run`."""
+        """Same contract as :meth:`Target.run`."""
         return run_ranks(target, self.world_size, args, **options)[0]
 
     def facts(self) -> dict[str, object]:
-        """As :meth:`Target.facts`."""
+        """Same contract as :meth:`Target.facts`."""
         return {"ranks": self.world_size, "hosts": None, "ranks_per_host": self.world_size, "rate": None}
 
 
@@ -79,7 +79,7 @@ class InLab:
         self.world_size = lab.world_size
 
     def run(self, target: Callable[..., Any], args: Sequence[object] = (), **options: Any) -> Any:
-        """As :meth:`Target.run`."""
+        """Same contract as :meth:`Target.run`."""
         port = self.lab.start()
         where: dict[str, Any] = {
             "env": lambda rank: self.lab.environment(rank, port),
@@ -88,7 +88,7 @@ class InLab:
         return run_ranks(target, self.world_size, args, **where, **options)[0]
 
     def facts(self) -> dict[str, object]:
-        """As :meth:`Target.facts`."""
+        """Same contract as :meth:`Target.facts`."""
         rate = self.lab.rate(0)
         return {
             "ranks": self.world_size,

@@ -18,7 +18,7 @@ _FORMATS = {"fp32": torch.float32, "fp16": torch.float16}
 
 @dataclasses.dataclass(frozen=True)
 class RandomK(Compressor):
-    """One uniformly random value of each of k = ⌈ratio·n⌉ equal strata, the rest is zero.
+    """Uniformly random value of each of k = ⌈ratio·n⌉ equal strata, the rest is zero.
 
     The places follow from the seed that all ranks share, so none are sent, and payloads may be
     summed by an all-reduce. Drawing costs O(k); equal strata err no more than k places drawn freely.

@@ -111,7 +111,7 @@ class ZeroMQ(Endpoint):
 
     @property
     def public_key(self) -> str | None:
-        """Its own, if it has one."""
+        """Public key of this endpoint, if it has one."""
         return self._keys.public if self._keys else None
 
     def _configure(self, socket: zmq.Socket[bytes], limits: Limits) -> None:

@@ -36,7 +36,7 @@ class Watch:
         self._monitors[peer] = way, way.get_monitor_socket(_EVENTS)
 
     def look(self, *, idle: bool) -> Iterable[Gone]:
-        """Those that are gone, each once.
+        """Peers that are gone since the last look, each once.
 
         Args:
             idle: nothing else came; so there is time to look. Otherwise every half a second is enough.

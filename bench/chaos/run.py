@@ -116,7 +116,7 @@ class WorkerReport:
 
 
 class ChaosRun:
-    """One training, with accidents drawn from a seed."""
+    """Training with accidents drawn from a seed."""
 
     def __init__(self, seed: int, *, quiet: bool = True) -> None:
         self._draw, self._quiet = random.Random(seed), quiet
@@ -129,7 +129,7 @@ class ChaosRun:
         self.events: list[str] = []
 
     def go(self) -> None:
-        """Runs it.
+        """Run the training to its end.
 
         Raises:
             AssertionError: what must be true is not.

@@ -1,4 +1,4 @@
-"""One visit to a pair: attach it anew, warm up, time some steps, count their bytes.
+"""Trial of one pair: attach it anew, warm up, time some steps, count their bytes.
 
 Lets DDP make up its buckets before anything is sent.
 

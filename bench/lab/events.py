@@ -15,7 +15,7 @@ _FORM = "SECONDS:RATE, SECONDS:HOST=RATE, or SECONDS:cut|heal|kill=HOST"
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """One change.
+    """Change of the lab at some time.
 
     Args:
         at: seconds after the command was started.
@@ -30,7 +30,7 @@ class Event:
     rate: float | None = None
 
     def apply(self, lab: Lab) -> None:
-        """Do it."""
+        """Carry out the change."""
         if self.action == "rate":
             lab.set_rate(self.rate, self.host)
             return

@@ -112,7 +112,7 @@ def run_ranks(
 
 
 class _Rank:
-    """One process and the socket to it."""
+    """Process of one rank, and the socket to it."""
 
     def __init__(self, rank: int, env: Mapping[str, str], prefix: Sequence[str]) -> None:
         self.rank = rank

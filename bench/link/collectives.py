@@ -41,7 +41,7 @@ class Buffers:
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """One operation.
+    """Operation that is measured.
 
     Attributes:
         name: as torch.distributed calls it.

@@ -77,7 +77,7 @@ class LinkSettings:
 
 @dataclasses.dataclass(frozen=True)
 class LinkPoint:
-    """One operation at one size; ``seconds`` are the slowest rank's, one for every repetition."""
+    """Figures of one operation at one size; ``seconds`` are the slowest rank's, one for every repetition."""
 
     backend: str
     op: str
@@ -143,7 +143,7 @@ def main(settings: LinkSettings) -> LinkMeasured:
 
 
 class Bench:
-    """One backend's group, timed in step."""
+    """Process group of one backend, timed in step."""
 
     def __init__(self, name: str, group: Any) -> None:
         self.name, self.group = name, group
@@ -152,7 +152,8 @@ class Bench:
         self._token = torch.zeros(1, device=self.device)
 
     def measure(self, op: Op, sizes: Sequence[int], share: float, into: LinkMeasured, *, done: int) -> float:
-        """One operation at all sizes the share (seconds) has time for; the seconds it took on the slowest rank."""
+        """Measure an operation at all sizes the share (seconds) has time for; the seconds it took on the slowest
+        rank."""
         began = time.monotonic()
         _say(LinkProgress(self.name, op.name, 0, done))
         refused = self._try(op)

@@ -37,7 +37,7 @@ class Read:
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedRun:
-    """What happened.
+    """Events of a simulated run.
 
     Args:
         seconds: until the last worker's last step.
@@ -117,7 +117,7 @@ class _Simulation:
     # -- a worker -------------------------------------------------------------------------------
 
     def _enter(self, worker: int) -> None:
-        """Its next step, if there is room in the pipeline, and the one before is in."""
+        """Begin a worker's next step, if there is room in the pipeline, and the one before is in."""
         step, ended = len(self._ends[worker]), self._ended[worker]
         if step == self._steps or step - ended == self._rule.depth or worker in self._reading:
             return

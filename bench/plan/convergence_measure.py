@@ -90,11 +90,11 @@ class Momentum:
 
     @classmethod
     def of(cls, values: list[Tensor]) -> Momentum:
-        """At rest."""
+        """Momentum at rest, of zeros."""
         return cls([torch.zeros_like(v) for v in values])
 
     def step(self, values: list[Tensor], found: tuple[Tensor, ...]) -> None:
-        """In place."""
+        """Take a step in place."""
         for value, kept, gradient in zip(values, self.kept, found, strict=True):
             value.sub_(kept.mul_(MOMENTUM).add_(gradient), alpha=RATE)
 
@@ -171,7 +171,7 @@ class Pushes:
         self._sums: dict[tuple[int, int], list[Tensor]] = {}
 
     def add(self, worker: int, step: int, found: tuple[Tensor, ...]) -> None:
-        """Those of one step."""
+        """Add the gradients of one step."""
         key = (worker, step // self._every)
         before = self._sums.get(key)
         self._sums[key] = list(found) if before is None else [a + b for a, b in zip(before, found, strict=True)]

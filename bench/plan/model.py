@@ -14,7 +14,7 @@ Kind = Literal["attention", "conv", "embedding", "linear", "norm", "other"]
 
 @dataclasses.dataclass(frozen=True)
 class ModelLayer:
-    """One layer. A FLOP is an addition or a multiplication, so a multiply-add counts two.
+    """Layer of a model. A FLOP is an addition or a multiplication, so a multiply-add counts two.
 
     Args:
         name: of the module.
@@ -58,7 +58,7 @@ class LayeredModel:
 
     @property
     def parameters(self) -> int:
-        """Trained values."""
+        """Number of trained values."""
         return sum(x.parameters for x in self.layers)
 
     @property
@@ -86,7 +86,7 @@ def plain(name: str, kind: Kind, shapes: Sequence[tuple[int, ...]]) -> ModelLaye
 
 
 def conv(name: str, shapes: Sequence[tuple[int, ...]], pixels: int) -> ModelLayer:
-    """A convolution.
+    """Make a convolution layer.
 
     Args:
         name: of the layer.

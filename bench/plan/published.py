@@ -23,7 +23,7 @@ LATENCY_US, BATCH = 20.0, 32
 
 @dataclasses.dataclass(frozen=True)
 class PublishedPoint:
-    """One published speed-up.
+    """Speed-up that a paper has published.
 
     Args:
         system: what was measured.
@@ -82,7 +82,7 @@ def rows(model: str | None = None, ranks: tuple[int, ...] = ()) -> list[Row]:
 
 
 def for_people(row: Row) -> Row:
-    """One of :func:`rows`, narrow."""
+    """Narrow form of a row of :func:`rows`."""
     low, high = sorted(float(str(row[f"at_{t:g}_tflops"])) for t in TFLOPS)
     return {
         "system": row["system"],

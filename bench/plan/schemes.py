@@ -84,7 +84,7 @@ SCHEMES: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class SchemeOutcome:
-    """One scheme on so many ranks.
+    """Outcome of one scheme on so many ranks.
 
     Args:
         ranks: P.

@@ -111,7 +111,7 @@ def index(records: Sequence[Record]) -> Side:
 
 
 def ratios(key: tuple[str, Key], a: Sequence[Row], b: Sequence[Row]) -> Row:
-    """One row of the result: where, what, and B / A of every figure; None where a side has none.
+    """Row of the result: where, what, and B / A of every figure; None where a side has none.
 
     Args:
         key: as :func:`index` has it.
@@ -206,7 +206,7 @@ def _say_what(key: tuple[str, Key]) -> str:
 
 
 def _show(kind: str, rows: Sequence[Row], *, as_json: bool) -> None:
-    """One table; what is the same in all its rows goes into the title."""
+    """Print a table; what is the same in all its rows goes into the title."""
     if as_json:
         print_rows([{"kind": kind, **row} for row in rows], as_json=True)
         return

@@ -119,7 +119,7 @@ def _section(number: int, title: str, record: Record) -> str:
 
 
 def _part(name: str, record: Record, title: str, rows: list[Row], *, alone: bool) -> str:
-    """One model, gradient or backend: in words, in pictures, in figures."""
+    """Part of the page for one model, gradient or backend: in words, in pictures, in figures."""
     heading = "" if alone else f"<h3>{html.escape(title)}</h3>"
     drawn = (inline(p.figure, f"{name}p{i}", p.says) for i, p in enumerate(pictures(record, title, rows)))
     figures = "".join(f"<figure>{d}</figure>" for d in drawn)

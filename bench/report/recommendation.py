@@ -29,7 +29,7 @@ Judgement = Literal["faster", "slower", "same", "unknown"]
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One sentence.
+    """Sentence of the recommendation.
 
     Args:
         text: plain text, not escaped for anything.
@@ -42,7 +42,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredRoute:
-    """One route of a benchmark.
+    """Measured route of a benchmark.
 
     Args:
         name: as the user would write it.

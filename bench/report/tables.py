@@ -13,7 +13,7 @@ from . import formatting
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """One column: which field it shows, what stands above it, and how a number is written.
+    """Column of a table: which field it shows, what stands above it, and how a number is written.
 
     Args:
         name: field of the row.
@@ -151,7 +151,7 @@ def facts(entries: Mapping[str, object]) -> str:
 
 
 def fits(rows: Iterable[Row], fit_from: float) -> list[Row]:
-    """One row for each (backend, collective) of a link record: α, 1/β, its largest message, its worst prediction.
+    """Rows for each (backend, collective) of a link record: α, 1/β, its largest message, its worst prediction.
 
     Args:
         rows: of the record.

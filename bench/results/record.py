@@ -36,7 +36,7 @@ _OWN = ("schema", "kind", "run")
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One run of one benchmark.
+    """Results of one run of one benchmark.
 
     Args:
         kind: one of :data:`KINDS`.

@@ -126,5 +126,5 @@ def row(way: str, visits: list[ServerTrial], foretold: float) -> Row:
 
 
 def parse(rate: str) -> float:
-    """Gbit/s."""
+    """Read a rate in Gbit/s."""
     return parse_rate(rate) * 1e-9

@@ -103,7 +103,7 @@ def run(flags: Flags) -> None:
 
 
 def _given(flags: Flags) -> dict[str, Any]:
-    """Those of a plan's options that were given, the number of ranks as their flags call them."""
+    """Options of a plan that were given, the number of ranks as their flags call them."""
     for flag, value, least in (
         ("--ranks", flags.workers, 1),
         ("--servers-count", flags.servers, 1),

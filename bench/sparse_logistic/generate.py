@@ -35,7 +35,7 @@ class Generated:
     seed: int = 0
 
     def rows(self) -> Rows:
-        """The examples."""
+        """Examples that were made."""
         draws = torch.Generator().manual_seed(self.seed)
         names = torch.randperm(self.features, generator=draws)
         ranks = torch.arange(self.features, dtype=torch.float64)

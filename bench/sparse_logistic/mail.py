@@ -26,7 +26,7 @@ class Mail:
         self._gone: dict[int, PeerLost] = {}
 
     def gather(self, kind: Kind, clock: int, peers: Iterable[int], what: str) -> list[Message]:
-        """One message of this kind and clock from each of these peers, in their order.
+        """Messages of this kind and clock, one from each of these peers, in their order.
 
         Args:
             what: in words, for the error.

@@ -81,7 +81,7 @@ class SparsePartition:
 
     @property
     def step(self) -> float:
-        """η."""
+        """Step size η of the proximal gradient."""
         return 1 / (1 + min(self.delay, self.blocks - 1)) if self.eta is None else self.eta
 
     def peers(self, rank: int) -> tuple[int, ...]:

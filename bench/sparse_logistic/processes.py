@@ -61,7 +61,7 @@ def examples(source: Path | Generated, features: int | None = None, shard: tuple
 
 
 def main(job: Job) -> list[tuple[Served | Worked, int, float]]:
-    """One rank's: for each run its part, the bytes it sent in all, to its goodbye, and the seconds it took."""
+    """Body of one rank: for each run its part, the bytes it sent in all, to its goodbye, and the seconds it took."""
     torch.set_num_threads(1)
     rank, first = int(os.environ["RANK"]), job.plans[0]
     mine = None

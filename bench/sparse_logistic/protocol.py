@@ -49,7 +49,7 @@ class Message(NamedTuple):
     contents: list[Content | None]
 
     def content(self, channel: int) -> Content:
-        """One content; an empty one has no keys and no values."""
+        """Single content; an empty one has no keys and no values."""
         found = self.contents[channel] if channel < len(self.contents) else None
         return found or Content(torch.empty(0, dtype=torch.int64), torch.empty(0))
 

@@ -59,7 +59,7 @@ class Served:
 
 
 class Server:
-    """One rank's, for one run.
+    """Server of one rank, for one run.
 
     Args:
         endpoint: connected to all workers, and to the other servers or to the one that leads.

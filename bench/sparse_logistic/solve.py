@@ -43,7 +43,7 @@ class Outcome:
 
 
 def play(endpoint: Counted, plan: SparsePartition, addresses: Sequence[str], examples: Rows | None) -> Served | Worked:
-    """One rank's part, of a server or of a worker with its examples; the endpoint is closed afterwards.
+    """Part of one rank, a server or a worker with its examples; the endpoint is closed afterwards.
 
     Args:
         addresses: of all ranks.

@@ -34,7 +34,7 @@ class Worked:
 
 
 class Worker:
-    """One rank's, for one run.
+    """Worker of one rank, for one run.
 
     Args:
         endpoint: connected to all servers.

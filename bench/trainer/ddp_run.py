@@ -1,4 +1,4 @@
-"""One rank trains one codec once."""
+"""Training of one codec once, on one rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .tasks import BadInput, Defaults, Task, cross_entropy
 
 
 class DdpRun:
-    """One codec, one seed, on one rank. All methods are collective.
+    """Run of one codec with one seed, on one rank. All methods are collective.
 
     Args:
         settings: the command's.
@@ -59,7 +59,7 @@ class DdpRun:
 
     @property
     def parameters(self) -> int:
-        """Trained values."""
+        """Number of trained values."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
     @property

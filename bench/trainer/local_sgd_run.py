@@ -1,4 +1,4 @@
-"""One rank trains by local steps once."""
+"""Training by local steps once, on one rank."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ Runs = Sequence[Mapping[str, Any]]
 
 
 def rows(runs: Runs) -> list[dict[str, Any]]:
-    """One for each run that has a curve, against the first kind of run with the same seed.
+    """Rows, one for each run that has a curve, against the first kind of run with the same seed.
 
     ``seconds``, ``steps`` and ``bytes`` (of one rank) are those of the first look that found a loss no higher, None if
     there was none; ``times_faster`` and ``times_fewer_bytes`` compare with the whole of that first run.
@@ -44,7 +44,7 @@ def rows(runs: Runs) -> list[dict[str, Any]]:
 
 
 def table(runs: Runs) -> Table:
-    """For people."""
+    """Table of the curves for people."""
     t = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     t.add_column("until a test loss of", no_wrap=True)
     for head in ("loss", "s", "×", "steps", "MB", "×"):

@@ -36,13 +36,13 @@ class Spread:
 
 
 def summary(runs: Runs) -> list[dict[str, Any]]:
-    """One entry per codec, in the order trained: means and spreads over its seeds."""
+    """Summary with an entry per codec, in the order trained: means and spreads over its seeds."""
     comms = list(dict.fromkeys(r["comm"] for r in runs))
     return [_summary_of(comm, [r for r in runs if r["comm"] == comm]) for comm in comms]
 
 
 def to_json(report: Mapping[str, Any]) -> str:
-    """One JSON object: the facts, ``runs`` and ``summary``."""
+    """JSON object of the facts, ``runs`` and ``summary``."""
     return json.dumps(
         {**report, "summary": summary(report["runs"]), "until": loss_curve.rows(report["runs"])}, indent=2
     )

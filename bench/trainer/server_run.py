@@ -1,4 +1,4 @@
-"""One rank trains with a parameter server once."""
+"""Training with a parameter server once, on one rank."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def _models(names: Sequence[str] | None, quick: bool) -> list[str]:
 
 
 def _race(where: Target, job: TrainingJob, rounds: int | None, seconds: float, run: dict[str, object]) -> list[Row]:
-    """One model's rows; the line goes into ``run``."""
+    """Rows of one model; the line goes into ``run``."""
     parameters = sum(math.prod(shape) for _, shape in shapes(job.model))
     contenders: Sequence[Configuration] = job.contenders
     least_s = _LEAST_S + _LEAST_S_PER_VALUE * parameters

@@ -1,4 +1,5 @@
-"""Who races: plain DDP, PyTorch's own communication hooks, and commlib's routes; and layers that stay put."""
+"""Configurations that are compared: plain DDP, PyTorch's own communication hooks, commlib's routes; layers that stay
+put."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ QUICK = (BASELINE, "torch-fp16", "auto", "int8", "onebit", "powersgd:rank=4")
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
-    """One way for gradients to travel.
+    """Way for gradients to travel.
 
     Args:
         name: ``ddp``, a hook of PyTorch's (``torch-…``), a spec of commlib's; or ``placed``, which places the layers
@@ -148,7 +149,7 @@ def choose(
 
 
 def pick(every: Sequence[Configuration], only: Sequence[str], usual: Sequence[str]) -> list[Configuration]:
-    """Those of all contenders that shall race, in their order.
+    """Configurations that shall be compared, in their order.
 
     Args:
         every: the baseline first, which races in any case.

@@ -1,4 +1,4 @@
-"""Who races under FSDP2: plain FSDP2, and commlib's codecs for gradients and parameters."""
+"""Configurations under FSDP2: plain FSDP2, and commlib's codecs for gradients and parameters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ANY = LayerSpec("any", (64, 64))
 
 @dataclasses.dataclass(frozen=True)
 class Sharded(Configuration):
-    """One way for gradients and parameters to travel under FSDP2.
+    """Way for gradients and parameters to travel under FSDP2.
 
     Args:
         name: ``fsdp2``; or ``GRADIENTS`` or ``GRADIENTS+PARAMETERS``, specs of commlib's codecs.

@@ -15,7 +15,7 @@ from .schedule import Schedule, TrialOutcome
 
 
 def rows(schedule: Schedule, contenders: Sequence[Configuration], *, model: str, parameters: int) -> list[Row]:
-    """One row a contender, in their order. Columns: docs/benchmarks.md."""
+    """Rows, one a configuration, in their order. Columns: docs/benchmarks.md."""
     name = schedule.baseline
     base = schedule.of(name)
     found = [_row(c, schedule.of(c.name), base, schedule.dropped.get(c.name), name) for c in contenders]

@@ -1,4 +1,4 @@
-"""Whose turn it is: rounds of visits, what came of them, and who dropped out. Pure; every rank keeps a copy.
+"""Schedule of trials: rounds, what came of them, and who dropped out. Pure; every rank keeps a copy.
 
 A visit is one contender training for a few steps. In every round each contender is visited once, forwards in
 one round and backwards in the next, so that a machine that gets slower or faster favours none of them.
@@ -81,11 +81,11 @@ class Schedule:
 
     @property
     def baseline(self) -> str:
-        """Who the others are compared with."""
+        """Name of the configuration that the others are compared with."""
         return self.names[0]
 
     def next(self) -> TrainingTrial | None:
-        """Whose turn it is; None at the end, which comes at once if the baseline failed."""
+        """Next trial; None at the end, which comes at once if the baseline failed."""
         if self.baseline in self.dropped:
             return None
         done = {o.visit for o in self.outcomes}

@@ -1,4 +1,4 @@
-"""One visit: a fresh model and a fresh process group, some steps to warm up, some timed."""
+"""Trial of a configuration: a fresh model and a fresh process group, some steps to warm up, some timed."""
 
 from __future__ import annotations
 

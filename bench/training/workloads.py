@@ -64,7 +64,7 @@ _SAMPLE = 4096  # values of each parameter's gradient that are compared
 
 
 class Workload(Protocol):
-    """One visit's model and steps; made anew for each, the same for every contender."""
+    """Model and steps of one trial; made anew for each, the same for every configuration."""
 
     @property
     def module(self) -> nn.Module:
@@ -85,7 +85,7 @@ class Workload(Protocol):
         """
 
     def step(self, model: nn.Module) -> None:
-        """One training step, by what DDP has made of the module, or by the sharded module itself."""
+        """Train one step, by what DDP has made of the module, or by the sharded module itself."""
 
     def look(self) -> None:
         """After each step, off the clock."""
@@ -119,21 +119,21 @@ class Training:
         self._first = self._loss()
 
     def place(self, which: Sequence[str], group: Any, timeout: float) -> None:
-        """As :meth:`Workload.place`."""
+        """Same contract as :meth:`Workload.place`."""
         names = which[0] if tuple(which) == ("auto",) else which
         options: dict[str, Any] = {"process_group": group, "timeout": timeout, "init_sync": False}
         commlib.place(self.module, names, example=self._batches[0][0], **options)
         self._optimizer = torch.optim.SGD(self.module.parameters(), lr=self._task.lr)
 
     def shard(self, group: Any) -> None:
-        """As :meth:`Workload.shard`."""
+        """Same contract as :meth:`Workload.shard`."""
         shard(self.module, group)
         sharded: Any = self.module
         self._end_pass = sharded.reshard  # FSDP2 keeps the root's parameters for a backward pass
         self._optimizer = torch.optim.SGD(self.module.parameters(), lr=self._task.lr)
 
     def step(self, model: nn.Module) -> None:
-        """As :meth:`Workload.step`."""
+        """Same contract as :meth:`Workload.step`."""
         inputs, classes = self._batches[self._steps % _BATCHES]
         self._steps += 1
         self._optimizer.zero_grad()
@@ -141,10 +141,10 @@ class Training:
         self._optimizer.step()
 
     def look(self) -> None:
-        """As :meth:`Workload.look`."""
+        """Same contract as :meth:`Workload.look`."""
 
     def restart(self) -> None:
-        """As :meth:`Workload.restart`."""
+        """Same contract as :meth:`Workload.restart`."""
         torch.manual_seed(0)
         self.module.load_state_dict(self._task.module().state_dict())
         self._steps = 0
@@ -183,15 +183,15 @@ class Replaying:
         self._off = 0.0
 
     def place(self, which: Sequence[str], group: Any, timeout: float) -> None:
-        """As :meth:`Workload.place`."""
+        """Same contract as :meth:`Workload.place`."""
         raise ValueError("a simulated model has no activations, which placed layers send: use --compute real")
 
     def shard(self, group: Any) -> None:
-        """As :meth:`Workload.shard`."""
+        """Same contract as :meth:`Workload.shard`."""
         raise ValueError("a simulated model has no passes that sharded parameters come for: use --compute real")
 
     def step(self, model: nn.Module) -> None:
-        """As :meth:`Workload.step`."""
+        """Same contract as :meth:`Workload.step`."""
         model.zero_grad()
         model().backward()
 
@@ -205,7 +205,7 @@ class Replaying:
         self._off = max(self._off, off) if off == off else off  # NaN stays
 
     def restart(self) -> None:
-        """As :meth:`Workload.restart`."""
+        """Same contract as :meth:`Workload.restart`."""
         self._sum.zero_()
         self._steps, self._off = 0, 0.0
 

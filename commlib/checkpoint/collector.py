@@ -1,4 +1,4 @@
-"""One state dict of all ranks, and back: for frameworks whose checkpoint is one file, which rank 0 writes."""
+"""Single state dict of all ranks, and back: for frameworks whose checkpoint is one file, which rank 0 writes."""
 
 from __future__ import annotations
 

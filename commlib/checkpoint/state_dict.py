@@ -41,7 +41,7 @@ def to_state(plan: Plan, store: MemoryStore, world: World, step: int, hierarchy:
 
 
 def merge_state_dicts(states: Sequence[StateDict]) -> StateDict:
-    """One state dict from those of all ranks of a run, loadable by any rank of any number of ranks.
+    """Merge the state dicts of all ranks of a run; any rank of any number of ranks can load the result.
 
     Raises:
         ValueError: nothing to merge.

@@ -85,7 +85,7 @@ def _answers(receivers: list[Connection], end: float, deadline: float) -> list[s
 
 
 def _rank(rank: int, meeting: str, deadline: float, answer: Connection) -> None:
-    """One of the two processes."""
+    """Body of one of the two processes that all-reduce."""
     try:
         torch.set_num_threads(1)
         timeout = timedelta(seconds=deadline)

@@ -154,7 +154,7 @@ def status(
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the meeting place.")] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Who takes part in a job, how far each is, and what was sent."""
+    """Members of a job, how far each is, and what was sent."""
     found = look(MembershipStore(rendezvous.visit(at, job, timeout), timeout))
     print(json.dumps(found)) if as_json else show(found, at, job)
 

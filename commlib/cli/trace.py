@@ -22,6 +22,6 @@ def merge(
     files: Annotated[list[Path], typer.Argument(help="One of each rank.", show_default=False)],
     into: Annotated[Path, typer.Option("--into", metavar="FILE", help="Where to; may be one of them.")],
 ) -> None:
-    """One file of several ranks', on one time: as their hosts' clocks have it."""
+    """Merge the traces of several ranks into one file, on one time: as their hosts' clocks have it."""
     merged(files, into)
     print(f"{into}: {len(files)} traces; https://ui.perfetto.dev opens it")

@@ -28,7 +28,7 @@ from commlib.runtime.scratch import scratch
 
 
 class Compressor(ABC):
-    """One way of writing a gradient in fewer bytes.
+    """Base of all codecs: a way of writing a gradient in fewer bytes.
 
     Subclasses are frozen dataclasses whose fields are the options of the spec string
     (``topk:ratio=0.01`` is ``TopK(ratio=0.01)``); they validate them in ``__post_init__`` with

@@ -59,7 +59,7 @@ class Content:
         return self.notes[-1], dataclasses.replace(self, notes=self.notes[:-1])
 
     def only(self, sent: Tensor) -> Content:
-        """Those entries where ``sent``, bool (n,), is true; keys and values must not be bytes yet."""
+        """Entries where ``sent``, bool (n,), is true; keys and values must not be bytes yet."""
         if bool(sent.all()):
             return self  # None stays None: 8 bytes a value less
         keys = sent.nonzero().view(-1) if self.keys is None else self.keys[sent]
@@ -124,7 +124,7 @@ class Receiving(ABC):
 
 
 class Filter(ABC):
-    """One way of sending less, as a frozen dataclass whose fields are the options of the spec string.
+    """Base of all filters: a way of sending less, as a frozen dataclass whose fields are the spec string's options.
 
     Options are validated in ``__post_init__`` with ``ValueError``. What it promises besides the contract of
     :class:`Sending` and :class:`Receiving` is tested by :func:`commlib.testing.filters.check_filter`.
@@ -262,7 +262,7 @@ def filters() -> Mapping[str, EntryPoint]:
 
 
 def make_filter(spec: str) -> Filter:
-    """One filter from its spec string, ``name[:option=value[,option=value…]]``.
+    """Make a filter from its spec string, ``name[:option=value[,option=value…]]``.
 
     Raises:
         ValueError: unknown filter or option, an option that is missing, or a value out of range.

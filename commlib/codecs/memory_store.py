@@ -108,7 +108,7 @@ class MemoryStore:
         ]
 
     def _set_aside(self, layer: dict[str, _Pair], key: str) -> None:
-        """It is of another route, whose stripes are others; what it holds back is for :meth:`drain`."""
+        """Retire a residual of another route, whose stripes differ; what it holds back is for :meth:`drain`."""
         pair = layer.pop(key)
         if pair.slot.role == "pending" and pair.filled[pair.live]:
             while (key := key + "'") in layer:
@@ -195,7 +195,7 @@ class MemoryStore:
             live.mul_(self.unit)
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Forget the slots of all layers."""
         self._pairs, self._pending = {}, []
 
     def _unscaled(self, pair: _Pair) -> Tensor:

@@ -20,7 +20,7 @@ NODE = "node."
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """One float32 tensor that a codec keeps for one layer between steps.
+    """Float32 tensor that a codec keeps for one layer between steps.
 
     Args:
         shape: its shape.

@@ -41,7 +41,7 @@ from commlib.telemetry.stats import Meter
 
 @dataclasses.dataclass(frozen=True)
 class PlainBucket:
-    """One of DDP's buckets, all of whose parameters are sent as they are by plan.
+    """Bucket of DDP's, all of whose parameters are sent as they are by plan.
 
     Attributes:
         plan: in force.
@@ -73,7 +73,7 @@ class PlainBucket:
 
 
 class PlainBuckets:
-    """Those that are known, by DDP's index. A bucket keeps its meter for good, through whatever plans.
+    """Plain buckets that are known, by DDP's index. A bucket keeps its meter for good, through whatever plans.
 
     Args:
         meters: of layers that travel as one.

@@ -140,7 +140,7 @@ class LiveChanges(Loggable):
         return dataclasses.replace(setup, plan=fit(setup.plan, self._levels, self._about))
 
     def _layers(self, module: nn.Module, setup: AttachConfig) -> FactorLayers | None:
-        """Those whose rows may be caught, without taps yet."""
+        """Linear layers whose rows may be caught, without taps yet."""
         on, seeds = weakref.WeakMethod(self._sorter.with_factors), weakref.WeakMethod(self._sorter.row_seeds)
         routes, watched = setup.row_routes(), setup.chosen_later
         return FactorLayers.of(module, setup.layers, self.world, on, seeds, routes, watched=watched)
@@ -189,7 +189,7 @@ class LiveChanges(Loggable):
 
     @abc.abstractmethod
     def exchange(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """As :meth:`commlib.ddp.hook_slot.Attachable.exchange`."""
+        """Same contract as :meth:`commlib.ddp.hook_slot.Attachable.exchange`."""
 
     @abc.abstractmethod
     def _hook_if_needed(self) -> None:

@@ -61,12 +61,12 @@ def reduced_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
 
 @dataclasses.dataclass(frozen=True)
 class Fence(AllReduce):
-    """Its value is nobody's gradient, and not counted."""
+    """All-reduce whose value is nobody's gradient, and is not counted."""
 
     what: ClassVar = "fence"
 
     def wire_bytes(self, world: int) -> float:
-        """As :meth:`AllReduce.wire_bytes`."""
+        """Same contract as :meth:`AllReduce.wire_bytes`."""
         return 0.0
 
 
@@ -169,7 +169,7 @@ class PassiveObserver:
     # -- what the model's hooks tell --
 
     def begin(self, syncing: bool) -> None:
-        """As :meth:`commlib.runtime.autograd.ForwardListener.begin`.
+        """Same contract as :meth:`commlib.runtime.autograd.ForwardListener.begin`.
 
         Raises:
             ValueError: the model has been given a hook meanwhile, beside which nothing else can be chosen any more.
@@ -234,7 +234,7 @@ def handed_over(buckets: Sequence[tuple[str, ...]], ready: Mapping[str, float]) 
 
 
 def _buckets(ddp: DistributedDataParallel, names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Those that DDP uses from its second exchange on, as it says; empty before."""
+    """Buckets that DDP uses from its second exchange on, as it says; empty before."""
     listed = str(_said(ddp).get("rebuilt_per_bucket_param_indices", ""))
     return [tuple(names[int(i)] for i in bucket.split()) for bucket in listed.split(",") if bucket.strip()]
 

@@ -106,7 +106,7 @@ class Collective(Protocol):
 
     @property
     def payers(self) -> Payers:
-        """Whose bytes it carries."""
+        """Meters that the bytes of this collective are counted in, each with its number of bytes."""
 
     def issue(self, group: Any) -> Any:
         """Start it on a process group; returns the Work."""
@@ -128,7 +128,7 @@ class Among:
 
     @property
     def payers(self) -> Payers:
-        """Whose bytes it carries."""
+        """Meters that the bytes of the inner collective are counted in."""
         return self.call.payers
 
     def issue(self, group: Any) -> Any:

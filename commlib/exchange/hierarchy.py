@@ -125,7 +125,7 @@ class Hierarchy:
         return f"flat: one rank on each of {len(self.nodes)} nodes" if self.local.size == 1 else ""
 
     def about(self) -> str:
-        """In words."""
+        """Number of nodes and ranks of each, in words."""
         return f"dense inside a node of {self.local.size}, routes between {len(self.nodes)} nodes"
 
     def __str__(self) -> str:

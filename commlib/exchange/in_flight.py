@@ -16,7 +16,7 @@ from commlib.telemetry.trace import NONE, Trace
 
 @dataclasses.dataclass
 class InFlightBucket:
-    """One bucket under way.
+    """Exchange of one bucket that is under way.
 
     Args:
         label: for errors.
@@ -62,13 +62,13 @@ class InFlightBucket:
             )
 
     def end(self) -> None:
-        """It is through."""
+        """Complete the bucket's future: the exchange is through."""
         if self.trace.enabled:
             self._note(self._row, self._began, about=self.label)
         self.future.set_result(self.result)
 
     def fail(self, error: BaseException) -> None:
-        """It ends so."""
+        """Complete the bucket's future with this error."""
         if self.trace.enabled:
             self._note(self._row, self._began, about=self.label, error=type(error).__name__)
         self.future.set_exception(error)  # type: ignore[arg-type]  # its stub asks for a result

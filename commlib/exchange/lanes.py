@@ -44,8 +44,8 @@ class Siblings:
         self._taken: list[tuple[Members, Any]] = []
 
     def take(self, some: Sequence[int] | None = None) -> Any:
-        """One that carries nothing else: a spare one, or a new one. As :func:`commlib.groups.process_groups.sibling`,
-        collective."""
+        """Process group that carries nothing else: a spare or a new one. As
+        :func:`commlib.groups.process_groups.sibling`, collective."""
         members = None if some is None else tuple(some)
         spare = self._spare(members)
         found = spare.pop() if spare else sibling(self._group, self._device, some)

@@ -45,13 +45,13 @@ def cut(spec: LayerSpec, count: int, unit: int) -> tuple[Stripe, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkIndex:
-    """One of so many parts of a layer, which travel one after another (:mod:`commlib.exchange.chunking`)."""
+    """Index of a chunk among so many of a layer, which travel one after another (:mod:`commlib.exchange.chunking`)."""
 
     index: int = 0
     count: int = 1
 
     def of(self, codec: Compressor, spec: LayerSpec) -> Stripe:
-        """Its rows, where the codec lets a layer be cut."""
+        """Rows of a layer that this chunk has, where the codec lets a layer be cut."""
         return cut(spec, self.count, codec.part_rows(spec) or 1)[self.index]
 
 
@@ -60,7 +60,7 @@ WHOLE = ChunkIndex()
 
 @dataclasses.dataclass(frozen=True)
 class LayerTask:
-    """One layer in one step.
+    """Task of exchanging one layer in one step.
 
     Args:
         spec: the layer.
@@ -90,7 +90,7 @@ class LayerTask:
     scales: list[Tensor] = dataclasses.field(default_factory=list)
 
     def alone(self) -> LayerTask:
-        """Its part as a layer of its own: consecutive rows."""
+        """Chunk of this task as a layer of its own: consecutive rows."""
         if self.part == WHOLE:
             return self
         rows = self.part.of(self.codec, self.spec)

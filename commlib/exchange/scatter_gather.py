@@ -23,7 +23,7 @@ from commlib.runtime.scratch import scratch
 
 
 def stripes(codec: Compressor, spec: LayerSpec, world: int) -> tuple[Stripe, ...]:
-    """One contiguous stripe a rank; see :func:`commlib.exchange.layer_task.cut`."""
+    """Contiguous stripes of a layer, one a rank; see :func:`commlib.exchange.layer_task.cut`."""
     return cut(spec, world, codec.stripe_rows(spec))
 
 

@@ -85,7 +85,7 @@ class GroupTable:
 
     @property
     def scopes(self) -> list[Collection[Scope]]:
-        """Those that there is a process group for, by round."""
+        """Scopes that there is a process group for, by round."""
         return [list(groups) for groups in self._groups]
 
     def first(self) -> dict[Scope, Any]:
@@ -101,7 +101,7 @@ class GroupTable:
         return collective.issue(self._groups[round_][scope_of(collective)])
 
     def count(self, collective: Collective, round_: int) -> None:
-        """It has been issued: its bytes go to its meters."""
+        """Count the bytes of a collective that has been issued."""
         scope = scope_of(collective)
         sent = collective.wire_bytes(self._groups[round_][scope].size())
         self._sent[round_][scope] += sent
@@ -116,7 +116,7 @@ class GroupTable:
 
     @property
     def inter_bytes(self) -> float | None:
-        """Those of them that it has sent to its counterparts on other nodes; None if no round knows of nodes."""
+        """Bytes sent to this rank's counterparts on other nodes; None if no round knows of nodes."""
         known = [sent["inter"] for sent in self._sent if "inter" in sent]
         return sum(known) if known else None
 
@@ -343,7 +343,7 @@ class Sequencer:
 
     @contextlib.contextmanager
     def _on_stream(self, device: torch.device) -> Iterator[None]:
-        """One side stream for all of a device's exchanges, in hook and lanes alike; nothing on the CPU."""
+        """Side stream for all of a device's exchanges, in hook and lanes alike; nothing on the CPU."""
         stream = torch.cuda.stream(self._stream(device)) if device.type == "cuda" else contextlib.nullcontext()
         with stream, torch.no_grad():
             yield

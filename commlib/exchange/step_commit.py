@@ -57,16 +57,16 @@ class StepCommit:
         self.watched = self.count <= self._held
 
     def submitted(self, bucket: torch.futures.Future[Tensor], *, last: bool) -> None:
-        """One more bucket of it is on its way."""
+        """Note that another bucket of this step is on its way."""
         self._buckets.append(bucket)
         self.complete = last
 
     def under_way(self) -> Iterator[torch.futures.Future[Tensor]]:
-        """Its buckets."""
+        """Futures of the buckets that are under way."""
         yield from self._buckets
 
     def check(self, values: Tensor, scales: Sequence[Tensor] = ()) -> None:
-        """It counts only if these are finite.
+        """Begin to check without waiting that ``values`` are finite; the step is rolled back if they are not.
 
         Args:
             values: of any shape.

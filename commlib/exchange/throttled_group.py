@@ -192,7 +192,7 @@ class ThrottledWork:
             raise self._error
 
     def end(self, error: BaseException | None) -> None:
-        """It is through, or will never be."""
+        """Mark as through, or as failed for good."""
         self._error = error
         self._done.set()
 

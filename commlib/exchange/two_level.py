@@ -108,7 +108,7 @@ def _two_levels(
 
 
 def _stripe(item: LayerTask, stripe: Stripe, mean: Tensor) -> LayerTask:
-    """One layer's stripe on its way between nodes; random codecs draw other numbers for each stripe."""
+    """Task of one layer's stripe between nodes; random codecs draw other numbers for each stripe."""
     spec = dataclasses.replace(stripe.spec, dtype=item.spec.dtype)
     seeds = dataclasses.replace(item.seeds, layer=f"{item.seeds.layer}/rows from {stripe.start}")
     return dataclasses.replace(item, spec=spec, grad=mean, seeds=seeds)

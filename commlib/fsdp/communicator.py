@@ -43,7 +43,7 @@ _MEAN, _SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 
 
 class FsdpListener(Protocol):
-    """Who wants to know."""
+    """Listener for what an FSDP2 model sends."""
 
     def _waiting(self) -> contextlib.AbstractContextManager[None]:
         """While the thread that trains waits for what is exchanged."""

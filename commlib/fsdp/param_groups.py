@@ -32,7 +32,7 @@ def is_sharded(model: object) -> bool:
 
 @dataclasses.dataclass(eq=False)
 class ParamGroup:
-    """One ``fully_shard`` call's parameters.
+    """Parameters of one ``fully_shard`` call.
 
     Attributes:
         name: of the module, for people.

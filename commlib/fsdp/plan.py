@@ -41,7 +41,7 @@ class Replicas(Hierarchy):
         return reduce_scatter.chunks(spec, self.local.size)
 
     def about(self) -> str:
-        """In words."""
+        """Number of replicas and shards, in words."""
         return f"HSDP: dense over {self.local.size} shards, routes between {self.inter.size} replicas"
 
 

@@ -40,7 +40,7 @@ def group_of(module: nn.Module, given: Any) -> Any:
 
 
 def sibling(group: Any, device: torch.device, some: Sequence[int] | None = None) -> Any:
-    """One more process group of the same backend and deadline. Collective over its ranks only.
+    """Make another process group of the same backend and deadline. Collective over its ranks only.
 
     Args:
         group: whose sibling.
@@ -57,7 +57,7 @@ def sibling(group: Any, device: torch.device, some: Sequence[int] | None = None)
 
 
 def for_states(group: Any, device: torch.device) -> Any:
-    """One more process group, over which values go from host to host. Collective over its ranks only.
+    """Make another process group, over which values go from host to host. Collective over its ranks only.
 
     Args:
         group: whose ranks.

@@ -96,7 +96,7 @@ class ElasticAveraging:
         self.take_shared()
 
     def step(self) -> bool:
-        """One local step is done; whether there was a pull.
+        """Count a local step; whether there was a pull.
 
         Raises:
             CommlibError: the job is over, or this worker was given up; why.

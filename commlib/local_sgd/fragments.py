@@ -51,7 +51,7 @@ class ParameterBlock:
     slots: Mapping[str, Tensor]
 
     def index(self) -> int:
-        """Its number."""
+        """Number of the block."""
         return self.number
 
     def is_last(self) -> bool:
@@ -118,7 +118,7 @@ class SubModel(nn.Module):
         self._whole, self._chosen = [model], frozenset(names)  # in a list it is no module of this one
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those that were chosen."""
+        """Parameters that were chosen, by name."""
         everything = self._whole[0].named_parameters(*args, **kwargs)
         return ((n, p) for n, p in everything if plain_name(n) in self._chosen)
 

@@ -153,7 +153,7 @@ class LocalSteps:
         self._mark: tuple[float, int] | None = None  # when steps began to be timed, and after how many
 
     def step(self) -> bool:
-        """One local step is done; whether this was a meeting, or the end of one.
+        """Count a local step; whether this was a meeting, or the end of one.
 
         Raises:
             PeerLost: a rank did not come to it.

@@ -58,11 +58,11 @@ class CreditSender:
         return _fits(self.waiting, cost, self._window)
 
     def sent(self, cost: int) -> None:
-        """It goes."""
+        """Count a frame that leaves."""
         self._sent += cost
 
     def kept(self, cost: int) -> None:
-        """It did not go after all."""
+        """Take back a frame that did not leave after all."""
         self._sent -= cost
 
     def taken(self, total: int) -> None:
@@ -87,7 +87,7 @@ class CreditReceiver:
         self._window, self._came, self._taken, self._told = window, 0, 0, 0
 
     def came(self, cost: int) -> None:
-        """One has come, and waits.
+        """Count a frame that has come and waits to be taken.
 
         Raises:
             ProtocolError: its sender had no credit for it.
@@ -98,7 +98,7 @@ class CreditReceiver:
         self._came += cost
 
     def take(self, cost: int) -> int | None:
-        """One is taken. Returns the total to tell the sender of, if it is time to."""
+        """Count a frame that is taken. Returns the total to tell the sender of, if it is time to."""
         self._taken += cost
         if self._taken - self._told < _step(self._window):
             return None

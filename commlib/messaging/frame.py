@@ -91,7 +91,7 @@ _KIND_OF = {kind.code: name for name, kind in KINDS.items()}
 
 
 class Frame(NamedTuple):
-    """One message; after its kind, the fields in the order of the wire.
+    """Message as it is sent; after its kind, the fields in the order of the wire.
 
     Attributes:
         kind: of :data:`KINDS`.

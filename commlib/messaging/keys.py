@@ -30,7 +30,7 @@ _NAME = re.compile(r"[\w.-]{1,64}")
 
 @dataclasses.dataclass(frozen=True)
 class KeyPair:
-    """One side's keys, Z85; the secret one is in no text of it."""
+    """Public and secret key of one side, Z85; the secret one is in no text of it."""
 
     public: str
     secret: str = dataclasses.field(repr=False)
@@ -45,7 +45,7 @@ class KeyPair:
 
 
 def check_public(key: str) -> str:
-    """The key.
+    """Check that this is a public key, and return it.
 
     Raises:
         ValueError: it is none.

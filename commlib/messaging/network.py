@@ -20,7 +20,7 @@ _SIOCGIFADDR = 0x8915  # <linux/sockios.h>: the IPv4 address of an interface
 
 
 class Interface(TypedDict):
-    """One network interface; ``mbit`` is None where the driver does not say (loopback, most containers)."""
+    """Network interface of this host; ``mbit`` is None where the driver does not say (loopback, most containers)."""
 
     addresses: list[str]
     mbit: int | None

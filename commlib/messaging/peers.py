@@ -1,4 +1,4 @@
-"""Who is who: the conversations of an endpoint, by rank and by connection. It waits for nothing and sends nothing.
+"""Peers of an endpoint: the sessions by rank and by connection. Pure: waits for nothing and sends nothing.
 
 Connections are one-way: each side opens its own to the other, and says hello on it. What a stranger says is refused and
 logged, and disturbs nobody. A connection that takes the place of one that broke must have its session's mark, and go on
@@ -55,7 +55,7 @@ class Gone:
 
 
 class Peer:
-    """Another rank.
+    """State of an endpoint's conversation with another rank.
 
     Args:
         rank: its.
@@ -94,7 +94,7 @@ class Peer:
             raise lost from self.error
 
     def hear(self, buffers: Sequence[Buffer]) -> Frame | None:
-        """Its next frame, if it is one for the user; what it means otherwise is noted."""
+        """Take the peer's next frame and return it if it is for the user; what it means otherwise is noted."""
         if self.incoming is None or self.error is not None:
             return None
         try:
@@ -121,7 +121,7 @@ class Peer:
 
 
 class Peers:
-    """Those of one endpoint.
+    """All peers of one endpoint.
 
     Args:
         me: this rank.
@@ -142,13 +142,13 @@ class Peers:
         return iter(list(self._by_rank.values()))
 
     def of(self, rank: int) -> Peer:
-        """One that is known from now on."""
+        """Peer of this rank, known from now on."""
         if rank not in self._by_rank:
             self._by_rank[rank] = Peer(rank, self._me, self._limits, self._window)
         return self._by_rank[rank]
 
     def forget(self, peer: Peer) -> None:
-        """It may come anew."""
+        """Forget a peer, which may come anew."""
         del self._by_rank[peer.rank]
         self._by_connection.pop(peer.connection, None)
 
@@ -186,7 +186,7 @@ class Peers:
         return None
 
     def _introduced(self, arrival: Arrival) -> Peer | str:
-        """Whose a new connection is, or why it is refused."""
+        """Peer that a new connection belongs to, or why it is refused."""
         try:
             frame = decode(arrival.buffers, self._limits)
         except ProtocolError as e:

@@ -32,7 +32,7 @@ def doors() -> Mapping[str, EntryPoint]:
 
 
 def door(name: str) -> EndpointFactory:
-    """One by its name.
+    """Find what opens endpoints of this name.
 
     Raises:
         ValueError: there is none of this name.

@@ -32,7 +32,7 @@ _AFTER: Mapping[str, frozenset[str]] = {
 
 
 class Outgoing:
-    """One side's frames to one peer.
+    """Frames of one side to one peer.
 
     Args:
         sender: this rank.

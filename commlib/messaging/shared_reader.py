@@ -22,7 +22,7 @@ _SLICE_S = 0.1  # so long one reads before it looks around: whether all is close
 
 
 class SharedReader(Generic[A]):
-    """One place to read at.
+    """Reader that waiting threads share: one reads and hands the others theirs.
 
     Args:
         read: what has come, waiting for so many seconds at most; nothing, if nothing has.

@@ -184,7 +184,7 @@ class Log:
             yield
 
     def stepped(self, what: Loggable) -> None:
-        """One more."""
+        """Note another step, and write an entry if one is due."""
         self._steps += 1
         due, plan = self._steps >= self._every, what._plan
         if due or plan is not self._plan:
@@ -196,7 +196,7 @@ class Log:
         what._gauge.on = self._steps + 1 >= self._every
 
     def diverged(self, error: ReplicasDiverged) -> None:
-        """Replicas do."""
+        """Log that replicas differ."""
         self._write("diverged", error.step, layer=error.layer, layers=error.layers, holders=error.holders)
 
     def _entry(self, what: Loggable, now: Stats) -> None:

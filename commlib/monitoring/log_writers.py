@@ -27,10 +27,10 @@ class LogWriter(Protocol):
     name: str
 
     def write(self, entry: Entry) -> None:
-        """One more."""
+        """Write an entry."""
 
     def close(self) -> None:
-        """No more."""
+        """Close the log: nothing more is written."""
 
 
 def target_of(given: Any, rank: int) -> LogWriter:
@@ -70,7 +70,7 @@ def _in_folder(folder: Path) -> LogWriter:
         raise LogFailed(f"the log cannot be written into {folder}: {e.strerror}; name another folder") from e
 
     def make(first: int) -> Any:
-        """One that hides what a run that was resumed had written after the step it goes on from."""
+        """Make a writer that hides what a resumed run had written after the step it goes on from."""
         writer: Any = SummaryWriter  # it has no types
         return writer(str(folder), purge_step=first)
 
@@ -97,13 +97,13 @@ class JsonLines:
         self._before = "\n" if torn else ""  # a run that was killed had written half a line
 
     def write(self, entry: Entry) -> None:
-        """One line, which is there for others when this returns."""
+        """Write a line, which is there for others when this returns."""
         self._file.write(self._before + json.dumps(_finite(entry), ensure_ascii=False, allow_nan=False) + "\n")
         self._file.flush()
         self._before = ""
 
     def close(self) -> None:
-        """No more."""
+        """Close the file."""
         self._file.close()
 
 

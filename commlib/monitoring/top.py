@@ -64,7 +64,7 @@ class RankAccount:
         return found
 
     def take(self, line: str) -> None:
-        """One more line of its file; what is none of ours is counted, and left."""
+        """Take another line of the rank's file; what is none of ours is counted, and left."""
         try:
             entry = json.loads(line)
             self._take(entry)
@@ -218,7 +218,7 @@ class LogTail:
         self._read, self._rest = 0, b""
 
     def lines(self) -> Iterator[str]:
-        """Those that are whole by now; from the beginning again if the file has become shorter.
+        """Lines that are whole by now; from the beginning again if the file has become shorter.
 
         Raises:
             OSError: it cannot be read.

@@ -1,4 +1,4 @@
-"""Who is which stage of which virtual worker, and in which order a stage computes. Pure.
+"""Schedule of a pipeline: which rank is which stage, and in which order a stage computes. Pure.
 
 A virtual worker has N = s_local + 1 minibatches under way: its first stage N, stage i N − i of them, and at least one.
 With d of them a stage computes, for p = 0, 1, …: the backward pass of minibatch p − d, if there is one, and its local

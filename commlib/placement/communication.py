@@ -117,7 +117,7 @@ HEADER = 40
 
 @dataclasses.dataclass(frozen=True)
 class LayerCall:
-    """One call of a layer, known to all ranks.
+    """Call of a placed layer, known to all ranks.
 
     Attributes:
         layer: its name, for errors.
@@ -242,7 +242,7 @@ class PlacementChannel:
         return any(self.numbers(what, float(mine), device))
 
     def numbers(self, what: str, mine: float, device: torch.device) -> list[float]:
-        """One of each rank, in rank order."""
+        """Gather a number of each rank, in rank order."""
         out = torch.empty(self.world.size, dtype=torch.float64, device=device)
         one = torch.tensor([mine], dtype=torch.float64, device=device)
         self._through(what, self._group._allgather_base(out, one))

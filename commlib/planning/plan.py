@@ -26,7 +26,7 @@ from commlib.runtime.layers import Kind, LayerSpec
 
 @dataclasses.dataclass(frozen=True)
 class PlannedLayer:
-    """One line of a plan.
+    """Line of a plan: a layer, its route, and why.
 
     Attributes:
         spec: the layer.

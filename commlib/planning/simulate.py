@@ -58,7 +58,7 @@ def exchange_once(
     seed: int = 0,
     local: int = 1,
 ) -> list[Tensor]:
-    """One step of one layer on as many ranks as there are gradients.
+    """Exchange one layer once, on as many simulated ranks as there are gradients.
 
     Args:
         rule: spec string, Compressor or Route.
@@ -97,7 +97,7 @@ def part(
     step: int,
     seed: int,
 ) -> Rounds:
-    """One rank's part in exchanging one layer.
+    """Simulate one rank's part in exchanging one layer.
 
     Args:
         route: of the layer.

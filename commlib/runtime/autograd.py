@@ -39,7 +39,7 @@ def untraced(call: _Call, reason: str | None = None) -> _Call:
 
 
 class ForwardListener(Protocol):
-    """Who wants to know."""
+    """Listener that is told when forward passes begin."""
 
     def begin(self, syncing: bool, /) -> None:
         """A forward pass begins; ``syncing``: not within ``no_sync``, so its backward pass ends with an exchange."""

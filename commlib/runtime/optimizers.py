@@ -143,7 +143,7 @@ class StepGuard:
             self._handle = self._optimizer.register_step_pre_hook(self._not_here)
 
     def remove(self) -> None:
-        """It is the user's again."""
+        """Give the optimizer back to the user as it was."""
         self._handle.remove()
 
     def _not_here(self, *_: Any) -> None:

@@ -31,7 +31,7 @@ class StreamEvent:
 
 
 class CopyStream:
-    """One direction.
+    """Side CUDA stream for copies in one direction; synchronous on the CPU.
 
     Args:
         device: of the tensors that are not in the host's memory.
@@ -95,7 +95,7 @@ class Readback:
         self._event.record()
 
     def get(self) -> list[float]:
-        """Its values; none if nothing was ever copied."""
+        """Values that were copied last; none if nothing was ever copied."""
         if self._event is not None:
             self._event.synchronize()
         return [] if self._host is None else self._host.view(-1).tolist()

@@ -54,7 +54,8 @@ PHASES = ("compress", "wire", "decompress")
 
 @dataclasses.dataclass
 class LayerStats:
-    """One layer since ``attach``; bytes are those this rank sent, ``dense_bytes`` what plain DDP would have."""
+    """Totals of one layer since ``attach``; bytes are those this rank sent, ``dense_bytes`` what plain DDP would
+    have."""
 
     route: str
     numel: int
@@ -143,7 +144,7 @@ class Meter:
 
     @classmethod
     def of_all(cls, device: torch.device, parts: Sequence[tuple[Meter, int]]) -> Meter:
-        """One count for many layers, in which each has a share by its number of values."""
+        """Make a meter for many layers, in which each has a share by its number of values."""
         labels = dict.fromkeys((parts[0][0].label, parts[-1][0].label)) if parts else ()
         whole, values = cls(device, " … ".join(labels)), sum(n for _, n in parts) or 1
         for meter, n in parts:

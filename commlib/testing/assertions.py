@@ -54,7 +54,7 @@ def roundtrip(codec: Compressor, x: Tensor, seed: int) -> Tensor:
 
 
 def seeds(codec: Compressor, seed: int) -> range:
-    """Those that an average takes: one, if the codec draws nothing."""
+    """Seeds that an average takes: a single one, if the codec draws nothing."""
     return range(seed, seed + (_DRAWS if codec.random else 1))
 
 

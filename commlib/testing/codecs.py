@@ -156,7 +156,7 @@ def check_finite(codec: Compressor, spec: LayerSpec, *, seed: int = 0) -> None:
 
 
 def check_non_finite(codec: Compressor, spec: LayerSpec, *, seed: int = 0) -> None:
-    """One NaN, +inf or -inf at the first, middle or last place is seen by whoever decodes."""
+    """Check that a NaN, +inf or -inf at the first, middle or last place is seen by whoever decodes."""
     for place in {0, spec.numel // 2, spec.numel - 1} if spec.numel else ():
         for bad in (math.nan, math.inf, -math.inf):
             for s in (seed, seed + 1):

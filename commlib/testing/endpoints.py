@@ -137,7 +137,7 @@ def check_back_pressure(make: Make, join: Join = join) -> None:
 
 
 def check_deadline(make: Make, join: Join = join) -> None:
-    """Who says nothing is named, in time; another thread's wait goes on."""
+    """Check that a silent peer is named, in time, and that another thread's wait goes on."""
     with _two(make, join) as (a, b), ThreadPoolExecutor(1) as pool:
         patient = pool.submit(a.recv, 1)
         began = time.monotonic()
@@ -179,7 +179,7 @@ def check_abort(make: Make, join: Join = join) -> None:
 
 
 def check_stranger(make: Make, join: Join = join) -> None:
-    """One of another job, and one that says it is a rank that is there already, are refused; the others go on."""
+    """Check that a peer of another job, or with a rank that is taken, is refused, and that the others go on."""
     with _two(make, join, job="ours") as (a, b):
         a.send(1, clock=1)
         _require(b.recv(0).clock == 1, "the first frame did not come")

@@ -76,7 +76,7 @@ def check_config(one: Filter) -> None:
 
 
 def check_notes(one: Filter, size: int, *, seed: int = 0) -> None:
-    """It adds one note and takes that one off; msgpack brings the note back as it was."""
+    """Check that a filter adds one note and takes that one off; msgpack brings the note back as it was."""
     sender, receiver = one.sender(size, seed), one.receiver(size)
     for given in contents(size, seed):
         coded = sender.encode(dataclasses.replace(given, notes=("below",)))

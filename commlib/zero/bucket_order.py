@@ -59,16 +59,16 @@ class BucketOrder:
         return range(first, self._next)
 
     def rest(self) -> range:
-        """Those that have not left: the step ends, and what is missing does not come."""
+        """Buckets that have not left: the step ends, and what is missing does not come."""
         first, self._next = self._next, len(self._missing)
         return range(first, self._next)
 
 
 class GradientReceiver(Protocol):
-    """Who is told of gradients (:class:`commlib.ShardedStep`)."""
+    """Receiver that is told of gradients (:class:`commlib.ShardedStep`)."""
 
     def arrived(self, name: str) -> None:
-        """One is there."""
+        """Take note that a parameter's gradient is there."""
 
 
 def hook_of(receiver: GradientReceiver, name: str) -> Callable[[Tensor], None]:
@@ -99,7 +99,7 @@ class StepVerdict:
 
 
 def said(finite: bool, squares: float, used: Sequence[bool], device: torch.device) -> Tensor:
-    """One rank's part, (16 + parameters,) uint8."""
+    """Part of one rank in the verdict, (16 + parameters,) uint8."""
     numbers = torch.tensor([float(finite), squares], dtype=torch.float64).view(torch.uint8)
     return torch.cat([numbers, torch.tensor(list(used), dtype=torch.uint8)]).to(device)
 

@@ -152,7 +152,7 @@ class OwnedSlice:
 
     @classmethod
     def of(cls, whole: nn.Parameter, owned: slice) -> OwnedSlice:
-        """A rank's."""
+        """Slice of a parameter that a rank owns."""
         own = nn.Parameter(flat(whole)[owned])
         return cls(whole, owned, own, torch.zeros_like(own))
 
@@ -163,7 +163,7 @@ class OwnedSlice:
 
 
 def flat(p: Tensor) -> Tensor:
-    """Its values in a row, in the same memory."""
+    """Values of a parameter in a row, in the same memory."""
     return p.detach().view(-1)
 
 

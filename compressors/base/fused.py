@@ -20,7 +20,7 @@ def rows_of_blocks(spec: LayerSpec, block: int) -> int:
 
 
 class Fused(Compressor):
-    """One that adds the residual, gathers statistics and packs in one go, and decodes all ranks' payloads in one."""
+    """Codec that adds the residual, gathers statistics and packs in one go, and decodes all ranks' payloads in one."""
 
     @abstractmethod
     def write(self, x: Tensor, payload: Tensor, carry: Carry | None, seed: int) -> None:

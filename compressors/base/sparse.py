@@ -42,7 +42,7 @@ class SparseCodec(Compressor):
         return kernels(like).name
 
     def _count(self, n: int) -> int:
-        """k."""
+        """Number k of values that are sent of n."""
         return kept(self.ratio, n)
 
     def _largest(self, x: Tensor, carry: Carry | None) -> tuple[Tensor, Tensor]:

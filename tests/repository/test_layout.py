@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import graphlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -204,3 +205,21 @@ def test_a_circle_is_seen() -> None:
 def test_the_root_is_the_entrance_only() -> None:
     files = sorted(path.name for path in CORE.iterdir() if path.is_file())
     assert files == ["__init__.py", "__main__.py", "__version__.py", "_attach.py", "errors.py", "py.typed"]
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for module, (_, source) in sources().items():
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module)
+    # Lightning's own name, for each of the two packages that it comes in.
+    assert homes.pop("DDPStrategy") == ["commlib.integrations.lightning", "commlib.integrations.pytorch_lightning"]
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
+
+
+def test_a_small_file_lives_with_its_only_caller() -> None:
+    having = sources()
+    callers = collections.Counter(other for others in import_graph(having).values() for other in others)
+    small = [m for m, (_, source) in having.items() if len(source.splitlines()) < 60 and callers[m] == 1]
+    assert len([m for m in small if not having[m][0]]) <= 10, small

@@ -28,7 +28,7 @@ def text(flat: Tensor) -> str:
 
 
 def kind(dtype: torch.dtype) -> str:
-    """``float32``."""
+    """Name of a dtype, as ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -129,7 +129,7 @@ class GroupCalls(GroupIdentity):
     abort = shutdown
 
     def _call(self, parts: Sequence[ScheduledCollective], result: Parts, opts: Any) -> CollectiveWork:
-        """One call of these collectives, one after another."""
+        """Start these collectives as one call, one after another."""
 
         def schedule() -> Schedule:
             for part in parts:

@@ -1,4 +1,4 @@
-"""One collective under way: the steps of its schedule as frames of an endpoint.
+"""Input and output of a collective under way: the steps of its schedule as frames of an endpoint.
 
 A Send waits for nobody, as schedules need it: what a peer has no room for waits here, and leaves while this rank waits
 for something itself. So a rank that waits for its own messages never keeps others' from leaving, and the argument in
@@ -19,7 +19,7 @@ from commlib.transports.process_group.algorithms.steps import Recv, Send
 
 
 class Going:
-    """Its messages.
+    """Messages of a collective that is under way.
 
     Args:
         endpoint: of the group.
@@ -34,13 +34,13 @@ class Going:
         self._waiting: dict[int, collections.deque[Buffer]] = {}
 
     def send(self, step: Send) -> None:
-        """It leaves at once, or when there is room."""
+        """Send a message at once, or when there is room."""
         buffer = to_buffer(step.tensor)
         if step.to in self._waiting or not self._offer(step.to, buffer):
             self._waiting.setdefault(step.to, collections.deque()).append(buffer)
 
     def receive(self, step: Recv) -> Tensor:
-        """The message.
+        """Wait for a message, and return it.
 
         Raises:
             PeerLost: it does not come in time.

@@ -31,7 +31,7 @@ _LOOK_S = 0.25  # so long a call may lie there whose caller said that it would w
 
 @dataclasses.dataclass(frozen=True)
 class EngineCall:
-    """One collective of this rank.
+    """Collective of this rank, waiting or under way.
 
     Args:
         work: what the caller waits for.
@@ -47,7 +47,7 @@ class EngineCall:
 
 
 class Engine:
-    """One process group's.
+    """Engine of one process group, which carries out its calls in order.
 
     Args:
         endpoint: connected to all others of the group, and used by nobody else.

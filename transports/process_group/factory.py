@@ -28,7 +28,7 @@ _live: weakref.WeakSet[ZmqGroup] = weakref.WeakSet()
 
 
 def create(about: Any, options: Options | None = None) -> ZmqGroup:
-    """A group.
+    """Make a process group over endpoints.
 
     Args:
         about: torch.distributed's: store, group_rank, group_size, timeout, group_id.

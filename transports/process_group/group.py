@@ -38,7 +38,7 @@ class ReduceCollectives(GroupCalls):
     """Sums, and what else ``opts.reduceOp`` may say."""
 
     def allreduce(self, tensors: Parts, opts: Any = None) -> CollectiveWork:
-        """One tensor, summed (or what else ``opts.reduceOp`` says) in place. A sparse one is summed only."""
+        """Sum a tensor in place (or what else ``opts.reduceOp`` says). A sparse one is summed only."""
         opts, tensor = opts or dist.AllreduceOptions(), one(tensors)
         part = self._all_reduce_sparse(tensor, opts) if tensor.is_sparse else self._all_reduce([tensor], opts)
         return self._call([part], tensors, opts)

@@ -35,7 +35,7 @@ def _streams(device: torch.device) -> tuple[Any, Any]:
 
 
 class Staged:
-    """One tensor of one call.
+    """Tensor of one call, in the host's memory.
 
     Args:
         tensor: on a CUDA device, any shape and strides.
@@ -58,7 +58,7 @@ class Staged:
 
     @property
     def device(self) -> torch.device:
-        """Its."""
+        """Device of the tensor."""
         return self._tensor.device
 
     def ready(self) -> None:
@@ -96,7 +96,7 @@ class HostTensors(Protocol):
 
 
 class HostTensor:
-    """One tensor.
+    """Dense tensor of one call.
 
     Args:
         tensor: any shape and strides.

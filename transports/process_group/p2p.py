@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Wanted(Generic[T]):
-    """A receive.
+    """Receive that was posted, and what it wants.
 
     Args:
         source: rank; None is any.
@@ -71,7 +71,7 @@ class Matcher(Generic[M, T]):
         return None
 
     def came(self, source: int, tag: int, message: M) -> T | None:
-        """Whose the message is, or None: then it waits."""
+        """Ticket that this message is for, or None: then the message waits."""
         for i, wanted in enumerate(self._wanted):
             if wanted.takes(source, tag):
                 del self._wanted[i]
@@ -80,7 +80,7 @@ class Matcher(Generic[M, T]):
         return None
 
     def forget(self, ticket: T) -> None:
-        """It waits no more."""
+        """Withdraw a receive that waits no more."""
         self._wanted = [w for w in self._wanted if w.ticket is not ticket]
 
 
@@ -90,13 +90,13 @@ E = TypeVar("E", bound=Endpoint)
 
 
 class Receive:
-    """One that waits for its message."""
+    """Receive that waits for its message."""
 
     def __init__(self, work: CollectiveWork, flat: HostTensor, end: float, what: str) -> None:
         self.work, self.flat, self.end, self.what = work, flat, end, what
 
     def fill(self, source: int, message: _Message) -> None:
-        """It has come."""
+        """Take the message that has come."""
         came, due = sum(f.nbytes for f in message), self.flat.values.nbytes
         if came != due:
             self.work.end(ProtocolError(f"{self.what}: rank {source} sent {came} bytes, and the tensor has {due}"))
@@ -113,7 +113,7 @@ class Receive:
 
 
 class Mailbox(Generic[E]):
-    """One group's.
+    """Mailbox of one process group.
 
     Args:
         place: this rank.

@@ -42,7 +42,7 @@ class CollectiveWork(dist.Work):
         self._future: torch.futures.Future[list[Tensor]] | None = None
 
     def end(self, error: BaseException | None = None) -> None:
-        """It is through, or failed; once, by whoever carries it out."""
+        """Mark as through, or as failed; once, by whoever carries it out."""
         with self._lock:
             self._error = error
             self._ended.set()
@@ -84,7 +84,7 @@ class CollectiveWork(dist.Work):
         return self._error
 
     def synchronize(self) -> None:
-        """Waits."""
+        """Wait for the end of the call."""
         self.wait()
 
     def result(self) -> list[Tensor]:
@@ -92,13 +92,13 @@ class CollectiveWork(dist.Work):
         return self._result
 
     def source_rank(self) -> int:
-        """Whose message it was (``recv``)."""
+        """Rank whose message was received (``recv``)."""
         return self.source
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Of :meth:`result`."""
+        """Future of :meth:`result`."""
         with self._lock:
             found, ended = self._future, self._ended.is_set()
             if found is None:

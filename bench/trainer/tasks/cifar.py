@@ -55,7 +55,7 @@ class SmallCNN(nn.Module):
         self.head = nn.Sequential(nn.Linear(128 * 4 * 4, width), nn.ReLU(), nn.Linear(width, classes))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class logits."""
+        """Compute class logits."""
         logits: Tensor = self.head(self.features(x).flatten(1))
         return logits
 

@@ -65,7 +65,8 @@ class BlockShares:
 
 
 def block(length: int, size: int, rank: int) -> slice:
-    """One rank's of a dimension in ``size`` blocks as equal as can be, the low ranks' being larger."""
+    """Slice of one rank's block of a dimension cut into ``size`` blocks, as equal as can be, the low ranks' being
+    larger."""
     part, more = divmod(length, size)
     start = rank * part + min(rank, more)
     return slice(start, start + part + (rank < more))
@@ -134,7 +135,7 @@ class BroadcastDelivery:
     def start(
         self, group: Any, head: Tensor, room: RowCapacity, rows: Sequence[Rows] | None, seeds: tuple[int, int]
     ) -> tuple[Tensor, Any]:
-        """As :meth:`RowDelivery.start`."""
+        """Same contract as :meth:`RowDelivery.start`."""
         letter = torch.zeros(HEADER + self.payload.nbytes(room), dtype=torch.uint8, device=head.device)
         _write(letter, head, self.payload, room, rows, seeds)
         out = torch.empty(self.world.size * len(letter), dtype=torch.uint8, device=head.device)
@@ -169,7 +170,7 @@ class OwnerDelivery:
     def start(
         self, group: Any, head: Tensor, room: RowCapacity, rows: Sequence[Rows] | None, seeds: tuple[int, int]
     ) -> tuple[Tensor, Any]:
-        """As :meth:`RowDelivery.start`."""
+        """Same contract as :meth:`RowDelivery.start`."""
         lengths = [HEADER + p.nbytes(room) for p in self._payloads]
         send = torch.zeros(sum(lengths), dtype=torch.uint8, device=head.device)
         for letter, p, (inputs, outputs) in zip(torch.split(send, lengths), self._payloads, self._columns, strict=True):

@@ -36,7 +36,7 @@ from commlib.runtime.layers import linear_layers
 
 
 class StepOrder:
-    """One step after another.
+    """Order in which a step's rows leave, learnt from the step before.
 
     Args:
         names: all layers, in the order in which they are issued.
@@ -69,7 +69,7 @@ class StepOrder:
 
 
 class PassObserver(Protocol):
-    """Who wants to know when passes begin."""
+    """Observer that is told when forward passes begin."""
 
     def begin(self) -> None:
         """A forward pass of the DDP model, with gradients, begins."""
@@ -218,21 +218,21 @@ class FactorLayers:
     # -- what taps ask and tell --
 
     def on(self, name: str) -> bool:
-        """As :meth:`commlib.exchange.factors.tap.TapOwner.on`."""
+        """Same contract as :meth:`commlib.exchange.factors.tap.TapOwner.on`."""
         asked = self._on()
         return self._armed and name in self._routes and asked is not None and asked()
 
     def watching(self) -> bool:
-        """As :meth:`commlib.exchange.factors.tap.TapOwner.watching`."""
+        """Same contract as :meth:`commlib.exchange.factors.tap.TapOwner.watching`."""
         return self._watch and self._armed
 
     def sighted(self, name: str, rows: int) -> None:
-        """As :meth:`commlib.exchange.factors.tap.TapOwner.sighted`."""
+        """Same contract as :meth:`commlib.exchange.factors.tap.TapOwner.sighted`."""
         if self.observer is not None:
             self.observer.rows(name, rows)
 
     def syncing(self) -> bool:
-        """As :meth:`commlib.exchange.factors.tap.TapOwner.syncing`."""
+        """Same contract as :meth:`commlib.exchange.factors.tap.TapOwner.syncing`."""
         return self._syncing
 
     def complete(self, name: str) -> None:

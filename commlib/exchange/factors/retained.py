@@ -61,7 +61,7 @@ class RetainedInput:
         return same
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Drop what is retained and begin anew."""
         self._made, self._grads = {}, []
         self._mixed = self.under_way = False
 

@@ -48,7 +48,7 @@ class RowHistory:
 
 
 class FactorRounds:
-    """One layer in one step. It exists from when anybody asks for it, and starts when its turn has come.
+    """Rounds of one layer's rows in one step, made when anybody asks for them and started when their turn has come.
 
     Args:
         sending: to whom its rows go.
@@ -106,7 +106,7 @@ class FactorRounds:
         self.late = True
 
     def give_up(self, why: str) -> None:
-        """It will never start: whoever waits is told."""
+        """Abort before the first round: raise ``CommlibError(why)`` in all threads that wait."""
         if not self._started.is_set():
             self._error = CommlibError(why)
             self._started.set()
@@ -216,7 +216,7 @@ class First:
         self._bytes = trip.wire_bytes() if payers else 0.0
 
     def issue(self, group: Any) -> Any:
-        """Its work: the trip."""
+        """Work handle of the rounds, which were started elsewhere."""
         return self.trip
 
     def wire_bytes(self, world: int) -> float:

@@ -29,7 +29,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, None]
 
 
 class TapOwner(Protocol):
-    """Who knows what step it is."""
+    """Owner of the taps, which knows what step it is."""
 
     def on(self, name: str) -> bool:
         """Whether this layer's factors are exchanged in the step under way; if not, it is as good as a plain one."""

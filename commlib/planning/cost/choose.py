@@ -14,7 +14,7 @@ from commlib.planning.cost.route_cost import Candidate
 
 
 def ms(seconds: float) -> str:
-    """``12.3 ms``."""
+    """Format seconds as ``12.3 ms``."""
     return f"{seconds * 1e3:.3g} ms"
 
 

@@ -14,7 +14,7 @@ from commlib.messaging.link_model import Link
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One layer by one route.
+    """Cost of one layer by one route.
 
     Args:
         route: what it is called: ``dense``, ``factors``, or a codec's spec.

@@ -61,7 +61,7 @@ class FactorableShape:
 
     @property
     def matrix(self) -> int:
-        """MN."""
+        """Number of values of the matrix, MN."""
         return self.m * self.n
 
     @property

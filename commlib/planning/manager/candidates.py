@@ -23,7 +23,7 @@ from commlib.runtime.layers import LayerSpec
 
 @dataclasses.dataclass(frozen=True)
 class DecisionUnit:
-    """One thing to decide about.
+    """Unit that is decided about as one.
 
     Attributes:
         name: of the linear layer, or of the parameter.
@@ -225,14 +225,15 @@ class CandidateModel:
         return [way for way in found if not isinstance(way, str)] or str(found[0])
 
     def _push_pull(self, name: str, known: _Known) -> Candidate | str:
-        """It to the servers and back; what is too small of it stays dense."""
+        """Candidate push/pull through the parameter servers; what is too small stays dense."""
         x = self._served.get(name)
         if x is None or known.link.push_pull is None:
             return "no servers, or too small for them"
         return push_pull(int(x.sent), known.link, plain=x.plain)
 
     def _owners(self, name: str, known: _Known) -> Candidate | str:
-        """Its rows to owners; what it costs to compute follows from the product of its own rows, on any machine."""
+        """Candidate rows to owners; what it costs to compute follows from the product of its own rows, on any
+        machine."""
         unit, rows, link = self.units[name], known.f.rows.get(name), known.link
         if unit.shape is None or rows is None or name not in known.p.rows or name not in known.products:
             return "as for factors"

@@ -40,7 +40,7 @@ class CodecCost:
 
     @classmethod
     def from_wire(cls, x: Mapping[str, Any]) -> CodecCost:
-        """Of ``dataclasses.asdict``."""
+        """Read a cost from the output of ``dataclasses.asdict``."""
         return cls(**{**x, "before": AlphaBeta(**x["before"]), "after": AlphaBeta(**x["after"])})
 
 

@@ -228,7 +228,7 @@ class Controller:
         return dataclasses.replace(self._say(self._choice), phase="trial", steps=n + 1, watch=True, said=said)
 
     def _retreat(self, ratio: float, f: Measurements) -> Decision:
-        """It lost: leave the half that promises most, or nothing."""
+        """Leave the half that promises most, or nothing, after a plan that lost."""
         assert self._choice is not None
         planned = by_gain(self._choice)
         lost = planned[len(planned) // 2 :]

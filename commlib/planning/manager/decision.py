@@ -44,7 +44,7 @@ class Decision:
         return mine == others
 
     def to_wire(self) -> dict[str, Any]:
-        """Plain values."""
+        """Decision as plain values."""
         return dataclasses.asdict(self)
 
     @classmethod

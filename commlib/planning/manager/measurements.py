@@ -15,7 +15,7 @@ from commlib.planning.manager.codec_cost import CodecCost
 
 @dataclasses.dataclass
 class MeasuredStep:
-    """One exchange and the passes before it; times in seconds since the first forward pass began.
+    """Times of one exchange and the passes before it, in seconds since the first forward pass began.
 
     Attributes:
         buckets: (ready, layers), in the order in which DDP handed them over.
@@ -140,7 +140,7 @@ class Measurements:
         return cls(len(alike), span, rest, tuple(ready), layers, end, seen, rows, **measured)
 
     def to_wire(self) -> dict[str, Any]:
-        """Plain values."""
+        """Measurements as plain values."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -161,7 +161,7 @@ class Measurements:
 
 
 def slowest(ranks: Sequence[Measurements]) -> Measurements:
-    """One rank's figures out of all: the most of everything. Ranks without steps do not count."""
+    """Measurements of the slowest rank: the most of everything. Ranks without steps do not count."""
     had = [f for f in ranks if f.steps] or list(ranks[:1])
     alike = [f for f in had if f.buckets == had[0].buckets]
     links = [f.link for f in ranks if f.link is not None]

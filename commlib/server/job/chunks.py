@@ -66,13 +66,13 @@ class Chunk:
 
     @property
     def key(self) -> str:
-        """Its name on the ring and in messages."""
+        """Name of the chunk on the hash ring and in messages."""
         first, more = self.pieces[0], len(self.pieces) - 1
         return f"{first.name}[{first.begin}:{first.end}]" + (f"+{more}" if more else "") + in_group(self.group)
 
     @property
     def numel(self) -> int:
-        """Values."""
+        """Number of values in all pieces."""
         return sum(p.end - p.begin for p in self.pieces)
 
     @property
@@ -86,7 +86,7 @@ class Chunk:
         return tuple(p.name for p in self.pieces)
 
     def gather(self, flat: Mapping[str, Tensor]) -> Tensor:
-        """Its values, (n,), out of flat parameters: a view of one piece, a copy of several."""
+        """Values of the chunk, (n,), out of flat parameters: a view of one piece, a copy of several."""
         parts = [flat[p.name][p.begin : p.end] for p in self.pieces]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

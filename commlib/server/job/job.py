@@ -25,7 +25,7 @@ GO_ON, FAIL = "go on", "fail"
 
 @dataclasses.dataclass(frozen=True)
 class ServerJob:
-    """A job.
+    """Agreement of all workers and shards of one parameter server.
 
     Args:
         parameters: name → (shape, dtype's name), in the model's order.
@@ -78,7 +78,7 @@ class ServerJob:
 
     @property
     def rule(self) -> Consistency:
-        """Of consistency."""
+        """Consistency model of the job."""
         return make(self.consistency)
 
     @property
@@ -97,7 +97,7 @@ class ServerJob:
         return {chunk.key: chunk for chunk in found}
 
     def chunks_of(self, worker: int) -> list[Chunk]:
-        """Those that a worker pushes and pulls."""
+        """Chunks that a worker pushes and pulls."""
         mine = self.rule.server_group(worker)
         return [chunk for chunk in self.chunks.values() if chunk.group in (None, mine)]
 
@@ -141,7 +141,7 @@ class ServerJob:
 
     @staticmethod
     def unpack(data: bytes) -> ServerJob:
-        """From bytes.
+        """Read a job from the bytes that :meth:`pack` gave.
 
         Raises:
             CommlibError: it is none; or its optimizer is not one that is known here.

@@ -13,7 +13,7 @@ class Threshold(Protocol):
 
     @property
     def value(self) -> int | None:
-        """Steps."""
+        """Steps that a worker may be ahead of the slowest."""
 
     def observe(self, metric: float) -> None:
         """Takes note of an evaluation's result."""
@@ -32,7 +32,7 @@ class Fixed:
     value: int | None
 
     def observe(self, metric: float) -> None:
-        """Changes nothing."""
+        """Ignore the metric: the threshold is fixed."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}

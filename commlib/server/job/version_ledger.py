@@ -1,4 +1,4 @@
-"""Whose pushes are in a shard's values, which are applied next, and who may read. A pure state machine.
+"""Version bookkeeping of a shard: which pushes are applied, which is next, who may read. A pure state machine.
 
 A worker at clock c that reads needs every update stamped ≤ c − s − 1, and all of its own; others' may be in it up to
 stamp c + s. With s = 0 (BSP) the pushes of a step are applied as one, in the order of workers, once all are there: so a
@@ -35,7 +35,7 @@ def fresh(included: Mapping[int, int], worker: int, clock: int, staleness: int |
 
 
 class VersionLedger(Generic[T]):
-    """Whose pushes of a range of keys are in, and which are to be applied next.
+    """Versions of a range of keys: whose pushes are in, and which are to be applied next.
 
     Args:
         workers: those that push.
@@ -88,7 +88,7 @@ class VersionLedger(Generic[T]):
         return within is None or fresh(self._applied, worker, clock, within)
 
     def peers(self, worker: int) -> Mapping[int, int]:
-        """Those of a worker's group, itself among them, as :attr:`included` has them."""
+        """Workers of a worker's group, itself among them, as :attr:`included` has them."""
         return {w: n for w, n in self._applied.items() if self._group(w) == self._group(worker)}
 
     def join(self, worker: int, clock: int) -> None:

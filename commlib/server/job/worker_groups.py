@@ -59,12 +59,12 @@ class Topology(Consistency):
 
     @classmethod
     def sandblaster(cls, workers: int = 3, servers: int = 2) -> Topology:
-        """One group in step, with shards elsewhere (Dean et al., NIPS 2012): give ``servers="HOST:PORT"``."""
+        """Single group in step, with shards elsewhere (Dean et al., NIPS 2012): give ``servers="HOST:PORT"``."""
         return cls(1, workers, 1, servers)
 
     @classmethod
     def all_reduce(cls, workers: int = 3) -> Topology:
-        """One group in step, with a shard beside each worker."""
+        """Single group in step, with a shard beside each worker."""
         return cls(1, workers, 1, workers)
 
     @classmethod

@@ -21,7 +21,7 @@ _PLACES = 64  # of a shard: preferences are uneven by an eighth or so
 
 
 class HashRing:
-    """Immutable.
+    """Consistent hash ring of shards, immutable.
 
     Args:
         shards: their names, each once.

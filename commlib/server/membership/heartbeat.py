@@ -69,7 +69,7 @@ class Membership:
         self._thread = threading.Thread(target=self._run, name=f"commlib-member-{me.id}", daemon=True)
 
     def start(self) -> None:
-        """Begins."""
+        """Start the thread that sends heartbeats and hears the others'."""
         self._thread.start()
 
     def leave(self) -> None:
@@ -160,7 +160,7 @@ class Membership:
         return None
 
     def _silent(self, ids: Iterable[int], words: dict[int, str]) -> dict[int, float]:
-        """Those that have been silent for too long → seconds."""
+        """Members that have been silent for too long → seconds."""
         now = time.monotonic()
         away, self._looked = now - self._looked > 4 * self._interval, now
         silent = {}

@@ -18,7 +18,7 @@ from commlib.server.membership.view import first, following
 
 @dataclasses.dataclass(frozen=True)
 class JobOver:
-    """Everything ends."""
+    """Decision that the job ends."""
 
     why: str
 
@@ -43,7 +43,7 @@ class MembersSeen:
     silent: Mapping[int, float]
 
     def living(self, kind: str, gone: frozenset[int]) -> dict[int, Member]:
-        """Those of a kind that are, or may be taken in; shards that are leaving are among them."""
+        """Members of a kind that are here or may be taken in; shards that are leaving are among them."""
         return {
             i: m
             for i, m in sorted(self.members.items())
@@ -74,7 +74,7 @@ def begin(job: ServerJob, seen: MembersSeen) -> Epoch | None:
 def decide(
     job: ServerJob, nbytes: Mapping[str, int], now: Epoch, seen: MembersSeen, reports: Mapping[int, ShardReport]
 ) -> Epoch | WantReports | JobOver | None:
-    """What follows.
+    """Next decision of the leader, from what is known of all members.
 
     Args:
         job: whose members they are.

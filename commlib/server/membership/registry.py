@@ -1,4 +1,4 @@
-"""Who is here, and which view is the newest: kept in a store that all members see, one that torch.distributed has.
+"""Registry of members and views, kept in a store of torch.distributed that all members see.
 
 ::
 
@@ -40,7 +40,7 @@ _LATER = 1 << 16  # ids of those that were not there when the job began
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """One that came.
+    """Entry of a member that has come.
 
     Args:
         id: its endpoint's rank, and a worker's number: nobody else's, not even when it comes back.
@@ -79,7 +79,7 @@ class Epoch:
     news: str = ""
 
     def of(self, kind: str) -> dict[int, Member]:
-        """Its members of a kind, by id."""
+        """Members of a kind in this epoch, by id."""
         return {i: m for i, m in self.members.items() if m.kind == kind}
 
 
@@ -92,7 +92,7 @@ class ShardReport:
 
 
 class MembershipStore:
-    """One member's access; for one thread at a time.
+    """Access of one member to the registry; for one thread at a time.
 
     Args:
         store: of torch.distributed; all members have the same.
@@ -119,7 +119,7 @@ class MembershipStore:
     # -- members --------------------------------------------------------------------------------
 
     def enlist(self, kind: str, address: str, key: str | None, where: str, id: int | None = None) -> Member:
-        """Comes.
+        """Enter a member into the registry.
 
         Args:
             kind: ``worker`` or ``shard``.
@@ -134,7 +134,7 @@ class MembershipStore:
         return member
 
     def new_id(self) -> int:
-        """Nobody else's."""
+        """Draw an id that no other member has."""
         return int(_LATER + self._store.add("ids", 1))
 
     def members(self, known: dict[int, Member]) -> dict[int, Member]:
@@ -172,7 +172,7 @@ class MembershipStore:
         return "" if found == b"-" else found.decode()
 
     def epoch(self, name: str) -> Epoch:
-        """One by its name."""
+        """Read an epoch by its name."""
         number, places, workers, members, gone, news = msgpack.unpackb(
             self._wait(f"view/{name}", self._timeout, f"view {name} is not in the store"), strict_map_key=False
         )
@@ -199,7 +199,7 @@ class MembershipStore:
         self._store.set(f"report/{number}/{id}", msgpack.packb([sorted(report.whole), report.clock]))
 
     def reports(self, number: int, ids: Iterable[int]) -> dict[int, ShardReport]:
-        """Those that came of these shards."""
+        """Reports of these shards that have come."""
         found = {}
         for i in ids:
             if self._store.check([f"report/{number}/{i}"]):

@@ -1,4 +1,4 @@
-"""Who keeps what, and how that changes without anything being lost. Pure.
+"""View: which shards keep which key, and how that changes without anything being lost. Pure.
 
 A key passes from one shard to another in two views: in the first the new one is among its replicas, and gets to know
 what there is to know; in the second it is the owner. So the owner of a view always kept the key in the one before.
@@ -15,7 +15,7 @@ from commlib.server.membership.hash_ring import HashRing, place
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """Who keeps what.
+    """Assignment of keys to shards: their owner, and who keeps replicas.
 
     Args:
         number: one more with every change.

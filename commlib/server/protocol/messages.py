@@ -93,7 +93,7 @@ class Unknown:
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """Those of a signature: int64 (n,)."""
+    """Key list that belongs to a signature the receiver did not know: int64 (n,)."""
 
     view: int
     key: str

@@ -121,7 +121,7 @@ def _message(found: object) -> Message:
 
 
 class _Tensors:
-    """Those in a buffer, one behind the other."""
+    """Tensors in a buffer, one behind the other."""
 
     def __init__(self, buffer: Buffer) -> None:
         self._rest = memoryview(buffer).cast("B")

@@ -1,4 +1,4 @@
-"""One chunk at its shard: its values, the optimizer that updates them, and whose pushes are in. Pure: no network.
+"""State of one chunk at its shard: values, optimizer, and the version ledger. Pure: no network.
 
 A replica is a cell, too, which is given what its owner applied, in the same order: the same numbers go into the same
 optimizer, so its values and state are the owner's to the last bit.
@@ -27,7 +27,7 @@ from commlib.server.protocol.messages import Applied
 
 @dataclasses.dataclass(frozen=True)
 class _Given:
-    """A push."""
+    """Push that waits to be applied."""
 
     stamp: int
     gradient: Tensor | None
@@ -37,7 +37,7 @@ class _Given:
 
 
 class ChunkState:
-    """A cell.
+    """State of one chunk of parameters at the shard that keeps it.
 
     Args:
         values: (n,), to begin with; its own from now on.

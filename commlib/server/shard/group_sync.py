@@ -131,7 +131,7 @@ class Master:
             self._clocks[group] = max(self._clocks[group], clock)
 
     def keep(self, groups: Collection[int]) -> None:
-        """Nobody trains any more in the other groups: nothing waits for them. Followers will ask again."""
+        """Forget groups that have no workers any more: nothing waits for them. Followers will ask again."""
         self._clocks = {group: clock for group, clock in self._clocks.items() if group in groups}
         self._asked.clear()
 

@@ -24,7 +24,7 @@ from commlib.server.shard.shard import Shard
 
 
 class GroupedShard(Shard):
-    """One; arguments as :class:`~commlib.server.shard.shard.Shard`'s, but these.
+    """Shard of one of several groups; arguments as :class:`~commlib.server.shard.shard.Shard`'s, but these.
 
     Args:
         topology: whose groups they are.

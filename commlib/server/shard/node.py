@@ -171,7 +171,7 @@ class ShardNode:
         return sends
 
     def _check(self, sender: int, message: Message) -> None:
-        """Nobody speaks for another."""
+        """Refuse a message in which a member speaks for another."""
         names = {rank: name for name, rank in self._ranks.items()}
         if isinstance(message, Push | Pull | Observe | Keys):
             if message.worker != sender:

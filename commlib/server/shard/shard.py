@@ -61,7 +61,7 @@ class Inbox:
         self._waiting: dict[tuple[str, int], list[Push]] = {}
 
     def take(self, push: Push) -> tuple[list[Push], list[Send]]:
-        """Those that are ready, and what is to be asked.
+        """Pushes that are ready now, and what is to be asked of workers.
 
         Raises:
             ProtocolError: it is no gradient.
@@ -121,7 +121,7 @@ class _Owed:
 
 
 class Shard:
-    """One.
+    """Server of the keys that it owns, as a state machine: messages in, messages out.
 
     Args:
         name: its.

@@ -37,7 +37,7 @@ class BufferUse:
 
 @dataclasses.dataclass(frozen=True)
 class BufferPlanner:
-    """A plan.
+    """Places of buffers with known lifetimes in one piece of memory.
 
     Args:
         offsets: name → where it begins, in bytes.

@@ -116,7 +116,7 @@ class ClientNode:
         self._thread = threading.Thread(target=self._run, name=f"commlib-worker-{endpoint.rank}", daemon=True)
 
     def start(self) -> None:
-        """Begins."""
+        """Start to send and receive."""
         self._thread.start()
 
     def stop(self, timeout: float = 5.0) -> None:

@@ -46,12 +46,12 @@ class ClientState:
 
     @property
     def unacknowledged(self) -> int:
-        """Pushes."""
+        """Number of pushes that no shard has acknowledged yet."""
         return sum(map(len, self._kept.values()))
 
     @property
     def furthest(self) -> int:
-        """Its clock of the key that it has pushed most."""
+        """Clock of the key that this worker has pushed most often."""
         return max(self._due.values(), default=0)
 
     def clock(self, key: str) -> int:

@@ -228,13 +228,13 @@ class ParamSync:
             self._expect(key)
 
     def _expect(self, key: str) -> None:
-        """Its values are asked for."""
+        """Note that a key's values have been asked for."""
         self._asked.add(key)
         if self._cache is not None:
             self._cache.asked(key)
 
     def _gradient(self, chunk: Chunk) -> Tensor | None:
-        """Its own copy, for it stays until it is acknowledged; None: there is none, or it has overflowed."""
+        """Copy of a chunk's gradient, kept until it is acknowledged; None: there is none, or it has overflowed."""
         if not any(name in self._there for name in chunk.names):
             return None
         row = chunk.gather({name: self._row(name) for name in chunk.names})

@@ -88,7 +88,7 @@ _Operation = tuple[str, str]  # push or take, and the key
 
 
 class ValueSource(Protocol):
-    """Who has the values (:class:`~commlib.server.worker.client.ClientNode`)."""
+    """Source of values (:class:`~commlib.server.worker.client.ClientNode`)."""
 
     def values(self, key: str) -> Values: ...
 
@@ -160,12 +160,13 @@ class PrefetchCache:
         self._foresee()
 
     def asked(self, key: str) -> None:
-        """Its values are asked for; any that came of an earlier question are void. Those that are to come are taken."""
+        """Note that a key's values have been asked for; any of an earlier question are void. Those that are to come are
+        taken."""
         self._coming.pop(key, None)
         self._asked.add(key)
 
     def values(self, key: str) -> Values:
-        """Those that were asked for, (n,) on the device, and whose pushes are in them.
+        """Values that were asked for, (n,) on the device, and whose pushes are in them.
 
         They stay until the next call of this or :meth:`push`: what is made of them is given to the device before that.
 

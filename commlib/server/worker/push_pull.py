@@ -227,7 +227,7 @@ class ServerGroup:
         return sum(chunk.nbytes for chunk in some), through
 
     def close(self) -> None:
-        """Goes, for good; once all have, the servers end. Again: nothing."""
+        """Leave for good; once all ranks have left, the servers end. A second call does nothing."""
         if self._closed:
             return
         self._closed = True

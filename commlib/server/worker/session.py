@@ -48,7 +48,7 @@ class WorkerTerms:
 
 
 class WorkerSession:
-    """One that has come; :meth:`close` when it goes.
+    """Session of a worker that has come; :meth:`close` when it goes.
 
     Args:
         job: what it wants to train, and how.
@@ -87,7 +87,7 @@ class WorkerSession:
 
     @property
     def id(self) -> int:
-        """Its number, nobody else's."""
+        """Number of this worker, which no other has."""
         return self._me.id
 
     @property
@@ -107,7 +107,7 @@ class WorkerSession:
         return self._client
 
     def close(self, *, flush: bool = True) -> None:
-        """Goes: the others no longer wait for it. Again: nothing.
+        """Leave the job: the others no longer wait for this worker. A second call does nothing.
 
         Args:
             flush: wait until all that it pushed is acknowledged.

@@ -35,7 +35,7 @@ def pack(codes: Words | Places, count: int, first: int, width: int, fields: Byte
 
 @jit
 def unpack(fields: Bytes, first: int, count: int, width: int, codes: Words | Places) -> None:
-    """The inverse."""
+    """Inverse of :func:`pack`."""
     if width == 8:
         part = fields[first : first + count]
         for i in range(len(part)):
@@ -73,7 +73,7 @@ def pack_trits(codes: Words, count: int, first: int, trits: Bytes) -> None:
 
 @jit
 def unpack_trits(trits: Bytes, first: int, count: int, codes: Words) -> None:
-    """The inverse."""
+    """Inverse of :func:`pack_trits`."""
     part = trits[first // 5 : (first + count) // 5]
     for j in range(len(part)):
         byte = np.int32(part[j])

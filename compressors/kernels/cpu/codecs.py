@@ -36,7 +36,7 @@ def cast_encode(x: Tensor, payload: Tensor, wire: torch.dtype, carry: Carry | No
 
 
 def cast_decode(payloads: Tensor, out: Tensor, wire: torch.dtype, *, add: bool, scale: float) -> None:
-    """See ``reference``."""
+    """Same as ``reference.codecs.cast_decode``, by numba."""
     brain = wire == torch.bfloat16
     if not (brain or _HALF):
         codecs.cast_decode(payloads, out, wire, add=add, scale=scale)
@@ -45,7 +45,7 @@ def cast_decode(payloads: Tensor, out: Tensor, wire: torch.dtype, *, add: bool, 
 
 
 def two_means_encode(x: Tensor, payload: Tensor, column: int, carry: Carry | None = None) -> None:
-    """See ``reference``."""
+    """Same as ``reference.codecs.two_means_encode``, by numba."""
     if x.numel():
         means, bits = _parts(payload, 8 * -(-x.numel() // column))
         past = column % 16 == 0 and column <= onebit.HELD and carry is not None and _leaves(carry)
@@ -53,77 +53,77 @@ def two_means_encode(x: Tensor, payload: Tensor, column: int, carry: Carry | Non
 
 
 def two_means_decode(payloads: Tensor, out: Tensor, column: int, *, add: bool, scale: float) -> None:
-    """See ``reference``."""
+    """Same as ``reference.codecs.two_means_decode``, by numba."""
     if out.numel():
         means, bits = _parts(payloads, 8 * -(-out.numel() // column))
         onebit.two_means_decode(means, bits, out.numpy(), column, add, scale, _past(out))
 
 
 def sign_encode(x: Tensor, payload: Tensor, carry: Carry | None = None) -> None:
-    """See ``reference``."""
+    """Same as ``reference.codecs.sign_encode``, by numba."""
     if x.numel():
         onebit.sign_encode(*_joined(x, carry), *_parts(payload, 4))
 
 
 def sign_decode(payloads: Tensor, out: Tensor, *, add: bool, scale: float) -> None:
-    """See ``reference``."""
+    """Same as ``reference.codecs.sign_decode``, by numba."""
     if out.numel():
         onebit.sign_decode(*_parts(payloads, 4), out.numpy(), add, scale, _past(out))
 
 
 def linear_encode(x: Tensor, payload: Tensor, block: int, levels: int, carry: Carry | None = None) -> None:
-    """See ``reference``."""
+    """Same as ``reference.codecs.linear_encode``, by numba."""
     scales, fields = _parts(payload, 4 * -(-x.numel() // block))
     _levels.linear_encode(*_joined(x, carry), scales, fields, block, levels, (2 * levels).bit_length())
 
 
 def norm_encode(x: Tensor, payload: Tensor, block: int, levels: int, seed: int, carry: Carry | None = None) -> None:
-    """See ``reference``."""
+    """Same as ``reference.codecs.norm_encode``, by numba."""
     scales, fields = _parts(payload, 4 * -(-x.numel() // block))
     width = (2 * levels).bit_length()
     _levels.norm_encode(*_joined(x, carry), scales, fields, block, levels, width, *_words(seed))
 
 
 def levels_decode(payloads: Tensor, out: Tensor, block: int, levels: int, *, add: bool, scale: float) -> None:
-    """See ``reference``."""
+    """Same as ``reference.codecs.levels_decode``, by numba."""
     scales, fields = _parts(payloads, 4 * -(-out.numel() // block))
     _levels.levels_decode(scales, fields, out.numpy(), block, levels, (2 * levels).bit_length(), add, scale)
 
 
 def ternary_encode(x: Tensor, payload: Tensor, block: int, seed: int, carry: Carry | None = None) -> None:
-    """See ``reference``."""
+    """Same as ``reference.codecs.ternary_encode``, by numba."""
     scales, trits = _parts(payload, 4 * -(-x.numel() // block))
     _levels.ternary_encode(*_joined(x, carry), scales, trits, block, *_words(seed))
 
 
 def ternary_decode(payloads: Tensor, out: Tensor, block: int, *, add: bool, scale: float) -> None:
-    """See ``reference``."""
+    """Same as ``reference.codecs.ternary_decode``, by numba."""
     scales, trits = _parts(payloads, 4 * -(-out.numel() // block))
     _levels.ternary_decode(scales, trits, out.numpy(), block, add, scale)
 
 
 def natural_encode(x: Tensor, payload: Tensor, seed: int, carry: Carry | None = None) -> None:
-    """See ``reference``."""
+    """Same as ``reference.codecs.natural_encode``, by numba."""
     if x.numel():
         natural.natural_encode(*_joined(x, carry), *_parts(payload, 4), *_words(seed))
 
 
 def natural_decode(payloads: Tensor, out: Tensor, *, add: bool, scale: float) -> None:
-    """See ``reference``."""
+    """Same as ``reference.codecs.natural_decode``, by numba."""
     if out.numel():
         scale_of, codes = _parts(payloads, 4)
         natural.natural_decode(scale_of, codes, out.numpy(), add, scale)
 
 
 def places_encode(indices: Tensor, n: int, payload: Tensor) -> None:
-    """See ``bits.elias_fano_encode``."""
+    """Same as ``reference.bitpack.elias_fano_encode``, by numba."""
     low, k = low_bits(n, len(indices)), len(indices)
     whole, head = payload.numpy(), fields_nbytes(k, low)
     bitpack.encode(indices.numpy(), low, whole[:head], whole[head:])
 
 
 def places_decode(payload: Tensor, n: int, k: int) -> Tensor:
-    """See ``bits.elias_fano_decode``."""
+    """Same as ``reference.bitpack.elias_fano_decode``, by numba."""
     low, places = low_bits(n, k), np.empty(k, np.int64)
     whole, head = payload.numpy(), fields_nbytes(k, low)
     bitpack.decode(whole[:head], whole[head:], low, n, places)
@@ -131,7 +131,7 @@ def places_decode(payload: Tensor, n: int, k: int) -> Tensor:
 
 
 def largest(x: Tensor, k: int, carry: Carry | None = None) -> tuple[Tensor, Tensor]:
-    """See ``reference``."""
+    """Same as ``reference.codecs.largest``, by numba."""
     arrays = xs, old, v, carried = _joined(x, carry)
     room, found, at = _expected(len(v), k)
     _largest.sample(xs, old, carried, found)
@@ -144,7 +144,7 @@ def largest(x: Tensor, k: int, carry: Carry | None = None) -> tuple[Tensor, Tens
 def largest_moved(
     g: Tensor, k: int, m: float, old: Tensor, u: Tensor, carry: Carry, *, nesterov: bool
 ) -> tuple[Tensor, Tensor]:
-    """See ``reference``."""
+    """Same as ``reference.codecs.largest_moved``, by numba."""
     gs, olds, us, residual, v = (t.view(-1).numpy() for t in (g, old, u, *carry))
     factor, (room, found, at) = np.float32(m), _expected(len(v), k)
     _largest.moved_sample(gs, factor, olds, nesterov, residual, found)
@@ -155,7 +155,7 @@ def largest_moved(
 
 
 def orthonormal(p: Tensor, spare: Tensor) -> None:
-    """See ``reference``."""
+    """Same as ``reference.codecs.orthonormal``, by numba."""
     m, r = p.shape
     room = (scratch(what, shape, torch.float64, _CPU).numpy() for what, shape in _panel(m, r))
     householder.orthonormal(p.numpy(), spare.numpy(), *room)

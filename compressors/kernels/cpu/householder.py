@@ -14,7 +14,7 @@ _ZERO = 0.0
 
 @jit
 def orthonormal(p: Floats, spare: Floats, a: Doubles, scales: Doubles, sums: Doubles, half: Doubles) -> None:
-    """See ``orthonormal.orthonormal``.
+    """Same as ``reference.orthonormal.orthonormal``, by numba.
 
     Args:
         p: (m, r).
@@ -63,7 +63,7 @@ def _take(p: Floats, spare: Floats, row: Doubles, j: int) -> None:
 
 @jit
 def _root(x: Scalar) -> Scalar:
-    """See ``orthonormal._root``."""
+    """Same as ``reference.orthonormal._root``, by numba."""
     if not x > _ZERO:
         return _ZERO
     y = math.ldexp(1.0, math.frexp(x)[1] // 2)

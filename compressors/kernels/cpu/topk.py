@@ -19,7 +19,7 @@ SAMPLE = 32768
 
 @jit
 def strata(n: int, low: np.uint32, high: np.uint32, places: Places, sizes: Places) -> None:
-    """One index of each of len(places) strata of n values, and how many values a stratum has."""
+    """Index in each of len(places) strata of n values, and how many values a stratum has."""
     k, first = len(places), 0
     for j in range(k):
         end = (j + 1) * n // k
@@ -122,7 +122,7 @@ def _not_less(bits: Words, at: int, least: np.int32) -> Scalar:
 
 @jit
 def keep(values: Floats, places: Places, least: np.int32, chosen: Places, kept: Floats) -> None:
-    """Those above ``least``, and the first at it: as many as ``chosen`` has room for, less one.
+    """Values above ``least``, and the first at it: as many as ``chosen`` has room for, less one.
 
     Args:
         values: the candidates.

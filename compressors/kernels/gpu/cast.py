@@ -37,7 +37,7 @@ def _shortened(v: tl.tensor, BRAIN: tl.constexpr) -> tl.tensor:
 
 @jit
 def _widened(short: tl.tensor, BRAIN: tl.constexpr) -> tl.tensor:
-    """The inverse."""
+    """Inverse of the shortening of a float32 to 16 bits."""
     if BRAIN:
         wide = (short.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:

@@ -46,7 +46,7 @@ def cast_encode(x: Tensor, payload: Tensor, wire: torch.dtype, carry: Carry | No
 
 
 def cast_decode(payloads: Tensor, out: Tensor, wire: torch.dtype, *, add: bool, scale: float) -> None:
-    """See ``reference``."""
+    """Same as ``reference.codecs.cast_decode``, in Triton."""
     n = out.numel()
     if n:
         args, brain = (payloads, payloads.stride(0), len(payloads), out, n, scale), wire == torch.bfloat16
@@ -54,7 +54,7 @@ def cast_decode(payloads: Tensor, out: Tensor, wire: torch.dtype, *, add: bool, 
 
 
 def two_means_encode(x: Tensor, payload: Tensor, column: int, carry: Carry | None = None) -> None:
-    """See ``reference``."""
+    """Same as ``reference.codecs.two_means_encode``, in Triton."""
     n = x.numel()
     if not n:
         return
@@ -77,14 +77,14 @@ def two_means_encode(x: Tensor, payload: Tensor, column: int, carry: Carry | Non
 
 
 def two_means_decode(payloads: Tensor, out: Tensor, column: int, *, add: bool, scale: float) -> None:
-    """See ``reference``."""
+    """Same as ``reference.codecs.two_means_decode``, in Triton."""
     if out.numel():
         head = 8 * -(-out.numel() // column)
         _signs_decode(payloads, head, out, column, add=add, scale=scale, signs=False)
 
 
 def sign_encode(x: Tensor, payload: Tensor, carry: Carry | None = None) -> None:
-    """See ``reference``."""
+    """Same as ``reference.codecs.sign_encode``, in Triton."""
     n = x.numel()
     if n:
         old, new, carried = _carried(x, carry)
@@ -104,7 +104,7 @@ def sign_encode(x: Tensor, payload: Tensor, carry: Carry | None = None) -> None:
 
 
 def sign_decode(payloads: Tensor, out: Tensor, *, add: bool, scale: float) -> None:
-    """See ``reference``."""
+    """Same as ``reference.codecs.sign_decode``, in Triton."""
     if out.numel():
         _signs_decode(payloads, 4, out, out.numel(), add=add, scale=scale, signs=True)
 
@@ -120,12 +120,12 @@ def _signs_decode(
 
 
 def linear_encode(x: Tensor, payload: Tensor, block: int, levels: int, carry: Carry | None = None) -> None:
-    """See ``reference``."""
+    """Same as ``reference.codecs.linear_encode``, in Triton."""
     _levels_encode(x, payload, block, levels, None, carry)
 
 
 def norm_encode(x: Tensor, payload: Tensor, block: int, levels: int, seed: int, carry: Carry | None = None) -> None:
-    """See ``reference``."""
+    """Same as ``reference.codecs.norm_encode``, in Triton."""
     _levels_encode(x, payload, block, levels, seed, carry)
 
 
@@ -153,13 +153,13 @@ def _levels_encode(x: Tensor, payload: Tensor, block: int, levels: int, seed: in
 
 
 def levels_decode(payloads: Tensor, out: Tensor, block: int, levels: int, *, add: bool, scale: float) -> None:
-    """See ``reference``."""
+    """Same as ``reference.codecs.levels_decode``, in Triton."""
     bits = packing((2 * levels).bit_length())
     _levels_decode(payloads, out, block, levels, add, scale, bits.WIDTH_IN_BITS, bits.SPAN)
 
 
 def ternary_encode(x: Tensor, payload: Tensor, block: int, seed: int, carry: Carry | None = None) -> None:
-    """See ``reference``."""
+    """Same as ``reference.codecs.ternary_encode``, in Triton."""
     n = x.numel()
     if n:
         old, new, carried = _carried(x, carry)
@@ -172,7 +172,7 @@ def ternary_encode(x: Tensor, payload: Tensor, block: int, seed: int, carry: Car
 
 
 def ternary_decode(payloads: Tensor, out: Tensor, block: int, *, add: bool, scale: float) -> None:
-    """See ``reference``."""
+    """Same as ``reference.codecs.ternary_decode``, in Triton."""
     _levels_decode(payloads, out, block, 1, add, scale, 0, 0)
 
 
@@ -189,7 +189,7 @@ def _levels_decode(
 
 
 def natural_encode(x: Tensor, payload: Tensor, seed: int, carry: Carry | None = None) -> None:
-    """See ``reference``."""
+    """Same as ``reference.codecs.natural_encode``, in Triton."""
     n = x.numel()
     if n:
         old, new, carried = _carried(x, carry)
@@ -200,7 +200,7 @@ def natural_encode(x: Tensor, payload: Tensor, seed: int, carry: Carry | None = 
 
 
 def natural_decode(payloads: Tensor, out: Tensor, *, add: bool, scale: float) -> None:
-    """See ``reference``."""
+    """Same as ``reference.codecs.natural_decode``, in Triton."""
     n = out.numel()
     if n:
         args = (payloads, payloads.stride(0), len(payloads), out, n, scale)

@@ -128,7 +128,7 @@ def sign_encode(x: Tensor, payload: Tensor, carry: Carry | None = None) -> None:
 
 
 def sign_decode(payloads: Tensor, out: Tensor, *, add: bool, scale: float) -> None:
-    """±mean."""
+    """Decode signs to ± the mean."""
     if not out.numel():
         return
     for p, payload in enumerate(payloads):

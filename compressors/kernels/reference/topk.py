@@ -78,7 +78,7 @@ def largest_moved(
 
 
 def strata(n: int, k: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """One uniformly random index of each of k consecutive strata that differ by at most one in size.
+    """Uniformly random index of each of k consecutive strata that differ by at most one in size.
 
     Returns:
         (indices, sizes of their strata), int64, shape (k,) each; the same on every device.

@@ -64,12 +64,12 @@ class Position:
 
     @property
     def right(self) -> int:
-        """Who is next on the ring."""
+        """Rank that is next on the ring."""
         return (self.rank + 1) % self.size
 
     @property
     def left(self) -> int:
-        """Who is before on the ring."""
+        """Rank that is before on the ring."""
         return (self.rank - 1) % self.size
 
     def others(self) -> list[int]:

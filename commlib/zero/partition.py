@@ -122,11 +122,6 @@ def wire_bytes(buckets: Sequence[Sequence[LayerCut]], rank: int, world: int) -> 
     return total
 
 
-def verdict_bytes(buckets: Sequence[Sequence[LayerCut]], world: int) -> int:
-    """Bytes that a rank sends in a step to agree on whether it counts (:mod:`commlib.zero.bucket_order`)."""
-    return (world - 1) * (16 + sum(len(cuts) for cuts in buckets))
-
-
 def _length(part: slice) -> int:
     return int(part.stop - part.start)
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commlib.bench.plan import published_costs
 from commlib.exchange.factors.delivery import BroadcastDelivery, OwnerDelivery
 from commlib.exchange.factors.payload import RowCapacity, RowPayload
 from commlib.exchange.factors.rounds import FactorRounds, RowHistory
@@ -122,7 +123,7 @@ def test_owners_are_the_bytes_that_the_cost_model_counts_and_never_fewer_than_ar
     p = s.workers
     s = dataclasses.replace(s, m=s.m * p, n=s.n * p) if whole else s
     sent = sum(route_cost.owners_sent(s.n, s.m, s.rows, p)) - (p - 1) * HEADER
-    counted = volume.blocks_colocated(s) / 2 * F32
+    counted = published_costs.blocks_colocated(s) / 2 * F32
     assert sent == pytest.approx(counted) if whole else sent >= counted * (1 - 1e-12)
     padding = 7 * (p - 1)
     assert OwnerDelivery(s.n, s.m, World(p - 1, p)).busiest(RowCapacity(s.rows)) <= sent + padding

@@ -1,8 +1,11 @@
-"""The communication hook: what it keeps between steps, and a step, bucket by bucket."""
+"""State of the communication hook: what it keeps between steps, a step bucket by bucket, and live changes."""
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
+import dataclasses
+import logging
+import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,21 +13,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commlib.checkpoint.state_dict import StateDict, from_state, to_state
+from commlib.checkpoint.state_dict import StateDict, from_state, needed_slots, to_state
 from commlib.codecs.memory_store import MemoryStore
+from commlib.codecs.registry import warm
 from commlib.ddp.buckets import BucketPlanner
 from commlib.ddp.compat import CopiedState, nobody
+from commlib.ddp.config import AttachConfig
 from commlib.ddp.hook_slot import HookSlot, give
-from commlib.ddp.live import LiveChanges
 from commlib.ddp.observer import Buckets, Fence, PassiveObserver, visible
 from commlib.ddp.resources import Resources
 from commlib.errors import PeerLost, check_numbers
+from commlib.exchange.factors.layers import FactorLayers
 from commlib.exchange.rate_limit import RateLimit, check_limit
+from commlib.exchange.sequencer import Sequencer
 from commlib.exchange.step_commit import StepCommit
 from commlib.groups.handshake import agree, answer_roll_call, meeting_place, publish_failure
 from commlib.groups.process_groups import deadline, group_of
 from commlib.groups.world import World
-from commlib.planning.node_hierarchy import find
+from commlib.monitoring.log import Log, Monitor
+from commlib.monitoring.replica_check import DriftGuard
+from commlib.planning.manager.manager import Manager
+from commlib.planning.node_hierarchy import find, fit
 from commlib.planning.plan import Plan
 from commlib.planning.policy import Exact, Policy
 from commlib.planning.route import Rules
@@ -32,10 +41,13 @@ from commlib.runtime.amp import LossScale
 from commlib.runtime.autograd import at_end_of_backward, untraced, wait
 from commlib.runtime.layers import inside, name_of, trained_parameters
 from commlib.server.worker.push_pull import Servers
+from commlib.telemetry.recorder import Recording, Tracer
 from commlib.telemetry.stats import Meter, Stats
 
+_log = logging.getLogger("commlib")
 
-class HookState(LiveChanges):
+
+class HookState:
     """The state of commlib's DDP communication hook: plan, residuals, statistics.
 
     ``commlib.attach(ddp, …)`` makes one and registers it; in PyTorch's own style::
@@ -69,6 +81,8 @@ class HookState(LiveChanges):
         PeerLost: a rank did not come in time.
     """
 
+    _plan: Plan
+
     def __init__(
         self,
         module: nn.Module,
@@ -89,7 +103,9 @@ class HookState(LiveChanges):
         self.world = World(dist.get_rank(self._group), dist.get_world_size(self._group))
         self._key = meeting_place(self._group, self.world)
         self._timeout, self._min_size, self._dense_steps, self._shadow = timeout, min_size, dense_steps, False
-        self._traces(module, self.world.rank)
+        self._module = weakref.ref(module)
+        self._tracer = Tracer(module, self.world.rank)
+        self._lookout: PassiveObserver | None = None
         try:
             check_numbers(timeout, dense_steps=dense_steps, min_size=min_size, seed=seed, check_replicas=check_replicas)
             limit, self._servers = RateLimit.of(limit), Servers.of(servers, limited=limit is not None)
@@ -112,7 +128,11 @@ class HookState(LiveChanges):
         self._wiring = Resources(*where, limit, self._servers, timeout)
         weakref.finalize(self, self._wiring.close, wait=False)
         self._turn(setup, factors, self._key)
-        self._shows(module, self._group, f"{self._key}/lost", setup.device, self._sorter.gauge, check_replicas)
+        guard = None
+        if check_replicas:
+            lost = f"{self._key}/lost"
+            guard = DriftGuard(module, self._group, self.world, lost, check_replicas, setup.device)
+        self._monitor = Monitor(self, self._tracer, setup.device, self._sorter.gauge, guard)
         own = module.process_group if isinstance(module, DistributedDataParallel) else self._group
         self.door, self.untraced = HookSlot(own, self), untraced(HookState.reduce)
 
@@ -128,7 +148,7 @@ class HookState(LiveChanges):
         if self._idle() and self._group is ddp.process_group and visible(ddp):
             told = self._fence, self._exchanged, (self.door, hook)
             self._lookout = PassiveObserver(ddp, self._sorter.meters, self.world, *told)
-            self._parts += (self._lookout,)
+            self._tracer.follow(*self._tracer.sources, self._lookout)
             self._hook_if_needed()
         else:
             ddp.register_comm_hook(self.door, hook)
@@ -188,9 +208,184 @@ class HookState(LiveChanges):
         """
         self._steps.discard()
 
+    def trace(self, path: str | os.PathLike[str]) -> Recording:
+        """Record what this rank does from now on, for Perfetto (ui.perfetto.dev) and chrome://tracing::
+
+            with comm.trace("trace.json"):
+                ...  # some steps
+
+        or, without a block, until ``stop()`` of what this returns, until :meth:`close`, or the end of the process.
+        Begin and stop between two steps.
+
+        Each rank records for itself, waits for nobody, and writes a file on its own machine: rank 0 the one of this
+        name, rank 1 ``trace.rank1.json`` beside it, and so on; or put ``{rank}`` into the path. ``commlib trace merge``
+        makes one file of them. An empty one is written at once, so that it is known that it can be; it is filled when
+        the recording stops, after an error, too. Of more than 262,144 events the newest are kept.
+
+        Args:
+            path: of the file; what is there is replaced.
+
+        Raises:
+            TraceFailed: it cannot be written there. Nothing is recorded then.
+            ValueError: one is being recorded already.
+        """
+        return self._tracer.start(path)
+
+    def log_to(self, *targets: Any, every: int = 10) -> Log:
+        """Write down every so many steps what this rank's exchanges have cost since the last time::
+
+            comm.log_to("run.jsonl")  # rank 1: run.rank1.jsonl; `commlib top` shows them while the run goes on
+            comm.log_to("run.jsonl", SummaryWriter("runs/1"), every=100)
+
+        until ``stop()`` of what this returns, the end of a ``with`` block, :meth:`close`, or the end of the process.
+        Begin and stop between two steps. Each rank that is to be seen calls it, and waits for nobody.
+
+        A file is appended to, so a run that is resumed goes on in it. Logging never ends a training: a target that
+        cannot be written any more is left, with one warning. What is in an entry: docs/watching.md.
+
+        Args:
+            *targets: paths that end in ``.jsonl``: an entry a line; rank 0's has this name, rank 1's is
+                ``run.rank1.jsonl`` beside it, or put ``{rank}`` into the path. Other paths: folders for TensorBoard,
+                where every rank is a run (``rank0``, …). Or a ``SummaryWriter``, which stays open.
+            every: steps from an entry to the next, those that are skipped too.
+
+        Raises:
+            ValueError: it logs already; there is no target, or a file of another kind; ``every`` below 1.
+            TypeError: what is no target.
+            LogFailed: a target cannot be written. Nothing is logged then.
+            MissingDependency: a folder, and TensorBoard is not installed.
+        """
+        return self._monitor.start(targets, every)
+
+    def swap(self, compressor: Rules | Policy | Plan) -> None:
+        """From the next step on gradients travel otherwise. Collective; between two steps, after the same one on all.
+
+        What layers hold back stays with them: a codec with error feedback takes it over, and by any other route it goes
+        out with the next step. A momentum or a basis that only the old codec could read is dropped. The step count goes
+        on, and so do warm-ups. ``limit``, ``hierarchy``, ``servers``, ``min_size`` and ``scaler`` are as attached.
+
+        Args:
+            compressor: as :func:`commlib.attach` takes it.
+
+        Raises:
+            ValueError, TypeError: a bad rule, or nothing is attached; the old plan stays in force, on all ranks.
+            PlanMismatch: another rank swaps to something else, at another step, or could not; the old plan stays.
+            PeerLost: a rank did not come in time. This model exchanges nothing more, for the others may have swapped.
+        """
+        key = meeting_place(self._group, self.world)
+        try:
+            module = self._whole("swap")
+            self._steps.settle()
+            setup = self._setup(module, compressor, live=True)
+            self._wiring.refuse(setup)
+            factors = self._layers(module, setup)
+        except Exception as e:
+            publish_failure(self._group, key, self.world, e)
+            raise
+        self._meet(key, "swap", setup.terms(factors, self._terms))
+        self._turn(setup, factors, key)
+        self._store.forget(needed_slots(self._plan, self.world, self._levels))
+        self._hook_if_needed()
+
+    def detach(self) -> None:
+        """From the next backward pass on DDP exchanges by itself. Collective, between two steps; again: nothing.
+
+        Plan, residuals and statistics stay readable here; :meth:`state_dict` can be loaded by what is attached next.
+        What is held back is not sent (a warning is logged): ``swap("none")`` and one more step before would send it.
+        Ends threads, a trace and a log, and leaves servers.
+
+        Raises:
+            PlanMismatch: another rank does something else, or at another step; nothing is changed.
+            PeerLost: a rank did not come in time. This model exchanges nothing more.
+        """
+        if self.door.attached is not self:
+            return
+        key = meeting_place(self._group, self.world)
+        try:
+            self._whole("detach")
+            self._steps.settle()
+        except Exception as e:
+            publish_failure(self._group, key, self.world, e)
+            raise
+        self._meet(key, "detach", {})
+        if held := list(dict.fromkeys(name for name, *_ in self._store.held())):
+            some = ", ".join(held[:3]) + (", …" if len(held) > 3 else "")
+            _log.warning(
+                "detached while %d layers hold gradient back (%s): it is in state_dict(), and is sent only if that is "
+                'loaded into what is attached next; swap("none") and one more step before detach() would have sent it',
+                len(held),
+                some,
+            )
+        if self._lookout is not None:
+            self._lookout.remove()
+        self.door.attached = None
+        self._plan = self._plan.noted("detached: DDP exchanges by itself")
+        self._monitor.end()
+        self._wiring.release()
+
+    def close(self) -> None:
+        """Ends threads, a trace and a log; leaves servers. (A further backward pass would start threads again.)"""
+        self._wiring.close()
+        self._monitor.end()
+
     def __reduce__(self) -> tuple[Callable[[], CopiedState], tuple[()]]:
         """A copy of the model, or a pickle, is plain."""
         return nobody, ()
+
+    # -- a plan comes into force ----------------------------------------------------------------
+
+    def _setup(self, module: nn.Module, compressor: Rules | Policy | Plan, *, live: bool = False) -> AttachConfig:
+        """What the user's rules come to; nothing is touched yet."""
+        setup = AttachConfig.of(module, self._group, compressor, self._min_size, self._levels, self._servers, idle=live)
+        warm(setup.codecs(), setup.device)
+        return dataclasses.replace(setup, plan=fit(setup.plan, self._levels, self._about))
+
+    def _layers(self, module: nn.Module, setup: AttachConfig) -> FactorLayers | None:
+        """Linear layers whose rows may be caught, without taps yet."""
+        on, seeds = weakref.WeakMethod(self._sorter.with_factors), weakref.WeakMethod(self._sorter.row_seeds)
+        routes, watched = setup.row_routes(), setup.chosen_later
+        return FactorLayers.of(module, setup.layers, self.world, on, seeds, routes, watched=watched)
+
+    def _turn(self, setup: AttachConfig, factors: FactorLayers | None, key: str) -> None:
+        """All ranks have agreed."""
+        self._wiring.turn(self, setup, factors, key, self._sorter.meters)
+        self._plan = setup.plan
+        self._tracer.follow(self._sequencer, self._steps, self._manager, self._lookout)
+
+    def _whole(self, doing: str) -> nn.Module:
+        """The model, if there is something to change, and nothing has gone wrong.
+
+        Raises:
+            ValueError: there is not.
+            CommlibError: what had gone wrong.
+        """
+        module = self._module()
+        if self.door.attached is not self or module is None:
+            raise ValueError(f"{doing}: this has been detached; commlib.attach(ddp, …) makes another")
+        if self._sequencer.failed is not None:
+            raise self._sequencer.failed
+        return module
+
+    def _meet(self, key: str, doing: str, terms: Mapping[str, str]) -> None:
+        mine = {"call": doing, "step": f"{self._steps.count}, {self._steps.skipped} skipped", **terms}
+        try:
+            agree(self._group, key, mine, self.world, self._timeout, doing)
+        except PeerLost as e:  # the others may come yet, and go on without this rank
+            publish_failure(self._group, key, self.world, e)
+            self._sequencer.give_up(e)
+            raise
+
+    @property
+    def _sequencer(self) -> Sequencer:
+        return self._wiring.sequencer
+
+    @property
+    def _factors(self) -> FactorLayers | None:
+        return self._wiring.factors
+
+    @property
+    def _manager(self) -> Manager | None:
+        return self._wiring.manager
 
     # -- without a hook -------------------------------------------------------------------------
 
@@ -212,14 +407,14 @@ class HookState(LiveChanges):
 
     def _exchanged(self, ended: float, buckets: Buckets) -> None:
         """That exchange is through."""
-        self._waited_since(ended)
+        self._monitor.waited_since(ended)
         if self._factors is not None:
             self._factors.end_step()
         if self._manager is not None:
             self._manager.saw(ended, buckets)
             self._replan()
         self._hook_if_needed()
-        self._exchanged_all(self._steps.count, joined=False)
+        self._monitor.exchanged(self._steps.count, joined=False, meanwhile=self._meanwhile)
 
     def _hook_if_needed(self) -> None:
         if self._lookout is not None and not self._idle():
@@ -268,7 +463,7 @@ class HookState(LiveChanges):
         """
         if self._manager is not None:
             self._manager.backward_ended()
-        with self._waiting():
+        with self._monitor.waiting():
             for future in self._steps.under_way():
                 wait(future, self._meanwhile)
         self._review()
@@ -283,7 +478,7 @@ class HookState(LiveChanges):
         """Between two steps: routes may change now. (A rank that has joined comes here once it has issued its part.)"""
         if self._steps.complete:
             self._replan()
-            self._exchanged_all(self._steps.count, joined=self._shadow)
+            self._monitor.exchanged(self._steps.count, joined=self._shadow, meanwhile=self._meanwhile)
 
     def _replan(self) -> None:
         """An exchange has come through: the manager may have another plan."""

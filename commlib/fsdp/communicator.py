@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,22 +34,13 @@ from commlib.fsdp.param_groups import ParamGroup
 from commlib.fsdp.plan import Replicas
 from commlib.groups.handshake import answer_roll_call, roll_call
 from commlib.groups.world import World
+from commlib.monitoring.log import Monitor
 from commlib.planning.plan import Plan
 from commlib.runtime.amp import LossScale
 from commlib.runtime.autograd import at_end_of_backward, wait
 from commlib.telemetry.stats import Meter
 
 _MEAN, _SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
-
-
-class FsdpListener(Protocol):
-    """Listener for what an FSDP2 model sends."""
-
-    def _waiting(self) -> contextlib.AbstractContextManager[None]:
-        """While the thread that trains waits for what is exchanged."""
-
-    def _exchanged_all(self, done: int, joined: bool) -> None:
-        """Another step has come through, at the end of its backward pass."""
 
 
 class FsdpCommunicator:
@@ -92,7 +83,7 @@ class FsdpCommunicator:
         kept = {"dense_steps": dense_steps, "seed": seed}
         self._sorter = GradientReducer(plan, shard, self.store, self.steps, self.meters, **kept)
         self.gauge = self._sorter.gauge
-        self._listener: Callable[[], FsdpListener | None] = _nobody
+        self._monitor: Callable[[], Monitor | None] = _nobody
         self._flags: list[Tensor] = []
         self._pass = -1
         self._sequencer = self._sequenced(*self._calls[0], [("world",)])
@@ -101,9 +92,9 @@ class FsdpCommunicator:
             lanes = scopes({"dense", *(p.route.exchange for p in plan)}, None)
             self._between = self._sequenced(*self._calls[1], lanes)
 
-    def told(self, listener: FsdpListener) -> None:
-        """Tell it, as long as it lives."""
-        self._listener = weakref.ref(listener)
+    def told(self, monitor: Monitor) -> None:
+        """Tell this monitor of waits and of steps from now on; it is not kept alive."""
+        self._monitor = weakref.ref(monitor)
 
     @property
     def sent(self) -> float:
@@ -228,12 +219,12 @@ class FsdpCommunicator:
         else:
             future = _done(self.device)
         self.steps.submitted(future, last=True)
-        if (listener := self._listener()) is not None:
-            listener._exchanged_all(self.steps.count, joined=False)
+        if (monitor := self._monitor()) is not None:
+            monitor.exchanged(self.steps.count, joined=False, meanwhile=self.meanwhile)
 
     def _waiting(self) -> contextlib.AbstractContextManager[None]:
-        listener = self._listener()
-        return contextlib.nullcontext() if listener is None else listener._waiting()
+        monitor = self._monitor()
+        return contextlib.nullcontext() if monitor is None else monitor.waiting()
 
     def _wait(self, future: torch.futures.Future[Tensor]) -> None:
         with self._waiting():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -18,15 +19,16 @@ from commlib.fsdp.param_groups import units_of
 from commlib.fsdp.plan import Replicas, codecs_of, plan_of
 from commlib.groups.handshake import agree, meeting_place, publish_failure
 from commlib.groups.world import World
-from commlib.monitoring.log import Log, Loggable
+from commlib.monitoring.log import Log, Monitor
 from commlib.planning.plan import Plan
 from commlib.planning.policy import Exact, Policy
 from commlib.planning.route import Rules
 from commlib.runtime.amp import LossScale
+from commlib.telemetry.recorder import Recording, Tracer
 from commlib.telemetry.stats import Stats
 
 
-class ShardedState(Loggable):
+class ShardedState:
     """The state of compression for FSDP2: plan, residuals, statistics::
 
         for block in model.layers:
@@ -100,11 +102,11 @@ class ShardedState(Loggable):
         self.world = shard if replicas is None else World(replicas.rank, shard.size * replicas.inter.size)
         self._units, self._undo = units, list[Callable[[], None]]()
         self._steps = self._traffic.steps
-        self._shows(model, group, keys[0], self._traffic.device, self._traffic.gauge, check=0)
-        self._traffic.told(self)
+        self._tracer = Tracer(model, self.world.rank, *self._traffic.parts())
+        self._monitor = Monitor(self, self._tracer, self._traffic.device, self._traffic.gauge)
+        self._traffic.told(self._monitor)
         if codecs or not self._plan.plain:
             self._follow()
-        self._traces(model, self.world.rank, *self._traffic.parts())
 
     @property
     def plan(self) -> Plan:
@@ -131,10 +133,19 @@ class ShardedState(Loggable):
 
     def log_to(self, *targets: Any, every: int = 10) -> Log:
         """As :meth:`commlib.HookState.log_to`: of gradients. All that is exchanged is exposed, parameters too."""
-        log = super().log_to(*targets, every=every)
+        log = self._monitor.start(targets, every)
         if not self._undo:
             self._follow()  # everything goes as it is, and is seen
         return log
+
+    def trace(self, path: str | os.PathLike[str]) -> Recording:
+        """Record what this rank does from now on, as :meth:`commlib.HookState.trace`.
+
+        Raises:
+            TraceFailed: the file cannot be written. Nothing is recorded then.
+            ValueError: a recording runs already.
+        """
+        return self._tracer.start(path)
 
     def state_dict(self) -> StateDict:
         """This rank's residuals and step count: copies in unscaled units, valid at any time between steps.
@@ -183,10 +194,7 @@ class ShardedState(Loggable):
     def close(self) -> None:
         """Ends the threads, and a trace. (A further backward pass would start threads again.)"""
         self._traffic.close()
-        self._end_trace()
-
-    def _meanwhile(self) -> None:
-        self._traffic.meanwhile()
+        self._monitor.end()
 
     def _follow(self) -> None:
         """Every unit's gradients go by here, or are seen: a step leaves nothing behind unless all of it is finite."""

@@ -7,19 +7,17 @@ nothing is done while nobody logs, and nothing here keeps alive what is logged.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import logging
 import os
 import socket
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from commlib.errors import ReplicasDiverged, check_numbers
 from commlib.exchange.step_commit import StepCommit
@@ -28,7 +26,7 @@ from commlib.monitoring.error_norms import ErrorNorms, LayerNorms, total
 from commlib.monitoring.log_writers import Entry, LogWriter, target_of
 from commlib.monitoring.replica_check import DriftGuard
 from commlib.planning.plan import Plan
-from commlib.telemetry.recorder import Traceable
+from commlib.telemetry.recorder import Tracer
 from commlib.telemetry.stats import PHASES, Meter, Stats
 
 _log = logging.getLogger("commlib")
@@ -36,112 +34,106 @@ VERSION = 1
 """Of the entries: a reader knows it by the first of a run."""
 
 
-class Loggable(Traceable, abc.ABC):
-    """What :meth:`log_to` can be asked of: who exchanges gradients by a plan."""
+class Logged(Protocol):
+    """Exchange of gradients by a plan, as a log sees it: a part of :class:`commlib.HookState`."""
 
     world: World
     _plan: Plan
     _steps: StepCommit
-    _gauge: ErrorNorms
-    _device: torch.device
-    _logging: Log | None = None
-    _guard: DriftGuard | None = None
 
-    def log_to(self, *targets: Any, every: int = 10) -> Log:
-        """Writes down every so many steps what this rank's exchanges have cost since the last time::
+    def stats(self) -> Stats:
+        """Totals of all steps so far."""
 
-            comm.log_to("run.jsonl")  # rank 1: run.rank1.jsonl; `commlib top` shows them while the run goes on
-            comm.log_to("run.jsonl", SummaryWriter("runs/1"), every=100)
 
-        until ``stop()`` of what this returns, the end of a ``with`` block, :meth:`close`, or the end of the process.
-        Begin and stop between two steps. Each rank that is to be seen calls it, and waits for nobody.
+class Monitor:
+    """Log and comparison of replicas of one attached model; a step tells it when it waits, and when it is through.
 
-        A file is appended to, so a run that is resumed goes on in it. Logging never ends a training: a target that
-        cannot be written any more is left, with one warning. What is in an entry: docs/watching.md.
+    Args:
+        what: the attached model, which is not kept alive.
+        tracer: of the same model.
+        device: of its gradients.
+        gauge: what measures compression errors.
+        guard: what compares replicas; None: nobody asked for it.
 
-        Args:
-            *targets: paths that end in ``.jsonl``: an entry a line; rank 0's has this name, rank 1's is
-                ``run.rank1.jsonl`` beside it, or put ``{rank}`` into the path. Other paths: folders for TensorBoard,
-                where every rank is a run (``rank0``, …). Or a ``SummaryWriter``, which stays open.
-            every: steps from an entry to the next, those that are skipped too.
+    Attributes:
+        log: what is being logged; None: nothing.
+    """
+
+    def __init__(
+        self, what: Logged, tracer: Tracer, device: torch.device, gauge: ErrorNorms, guard: DriftGuard | None = None
+    ) -> None:
+        self._what, self._tracer, self.device = weakref.ref(what), tracer, device
+        self.gauge, self.guard = gauge, guard
+        self.log: Log | None = None
+
+    def start(self, targets: Sequence[Any], every: int) -> Log:
+        """Begin a log; for the user's ``log_to(*targets, every=…)``.
 
         Raises:
-            ValueError: it logs already; there is no target, or a file of another kind; ``every`` below 1.
-            TypeError: what is no target.
-            LogFailed: a target cannot be written. Nothing is logged then.
-            MissingDependency: a folder, and TensorBoard is not installed.
+            ValueError, TypeError, LogFailed, MissingDependency: as :meth:`commlib.HookState.log_to` says.
         """
-        if self._logging is not None:
+        if self.log is not None:
             raise ValueError("it logs already: stop() what log_to returned before another one begins")
         check_numbers(1.0, every=every)
         if every < 1:
             raise ValueError(f"every must be a number of steps ≥ 1, got {every}")
         if not targets:
             raise ValueError("a log needs a target: a path that ends in .jsonl, a folder, or a SummaryWriter")
-        self._logging = Log(self, _opened(targets, self.world.rank), every)
-        return self._logging
+        what = self._what()
+        assert what is not None  # it is what calls this
+        self.log = Log(what, self, _opened(targets, what.world.rank), every)
+        return self.log
 
-    @abc.abstractmethod
-    def stats(self) -> Stats:
-        """Of all steps so far."""
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Note, in a trace and in a log, that the thread that trains waits for what is exchanged."""
+        waiting = self._tracer.waiting()
+        return waiting if self.log is None else self.log.waiting(waiting)
 
-    # -- what whoever exchanges tells -----------------------------------------------------------
+    def waited_since(self, when: float) -> None:
+        """Note a wait of the thread that trains, from ``when`` of :func:`time.perf_counter`, not in :meth:`waiting`."""
+        if self.log is not None:
+            self.log.exposed.add_wire(time.perf_counter() - when)
 
-    def _shows(
-        self, module: nn.Module, group: Any, key: str, device: torch.device, gauge: ErrorNorms, check: int
-    ) -> None:
-        """What there is to be seen, and after how many exchanges replicas are to be compared; collective if not 0."""
-        self._device, self._gauge = device, gauge
-        if check:
-            self._guard = DriftGuard(module, group, self.world, key, check, device)
+    def exchanged(self, done: int, *, joined: bool, meanwhile: Callable[[], None]) -> None:
+        """Note another step that has come through, at the end of its backward pass.
 
-    def _waiting(self) -> contextlib.AbstractContextManager[None]:
-        waiting = super()._waiting()
-        return waiting if self._logging is None else self._logging.waiting(waiting)
-
-    def _waited_since(self, when: float) -> None:
-        """The thread that trains has waited since then, of :func:`time.perf_counter`, not within :meth:`_waiting`."""
-        if self._logging is not None:
-            self._logging.exposed.add_wire(time.perf_counter() - when)
-
-    def _exchanged_all(self, done: int, joined: bool) -> None:
-        """Another step has come through, at the end of its backward pass; ``joined``: of others, after this rank's end.
+        Args:
+            done: how many there were.
+            joined: of others, after this rank's end (``ddp.join()``).
+            meanwhile: called now and then while something is waited for; raises if it will not come.
 
         Raises:
             ReplicasDiverged, PeerLost: if replicas are compared.
         """
-        if self._guard is not None:
+        if self.guard is not None:
             try:
-                self._guard.exchanged(done, joined=joined, meanwhile=self._meanwhile)
+                self.guard.exchanged(done, joined=joined, meanwhile=meanwhile)
             except ReplicasDiverged as e:
-                if self._logging is not None:
-                    self._logging.diverged(e)
+                if self.log is not None:
+                    self.log.diverged(e)
                 raise
-        if self._logging is not None and not joined:
-            self._logging.stepped(self)
+        what = self._what()
+        if self.log is not None and not joined and what is not None:
+            self.log.stepped(what)
 
-    @abc.abstractmethod
-    def _meanwhile(self) -> None:
-        """Called now and then while something is waited for; raises if it will not come."""
-
-    def _end_trace(self) -> None:
-        """Ends a log, too."""
-        super()._end_trace()
-        if self._logging is not None:
-            self._logging.stop()
+    def end(self) -> None:
+        """End a trace and a log."""
+        self._tracer.end()
+        if self.log is not None:
+            self.log.stop()
 
 
 class Log:
     """What is being logged: until its block ends, or :meth:`stop`."""
 
-    def __init__(self, what: Loggable, targets: Sequence[LogWriter], every: int) -> None:
-        self.exposed = Meter(what._device)
-        self._what, self._every, self._process = weakref.ref(what), every, os.getpid()
+    def __init__(self, what: Logged, monitor: Monitor, targets: Sequence[LogWriter], every: int) -> None:
+        self.exposed = Meter(monitor.device)
+        self._what, self._monitor, self._every, self._process = weakref.ref(what), monitor, every, os.getpid()
         self._targets, self._rank = list(targets), what.world.rank
         self._seen, self._plan = what.stats(), what._plan
         self._steps, self._at, self._exposed_s = 0, time.perf_counter(), 0.0
         self._changes: list[dict[str, Any]] = []
-        what._gauge.on = every == 1
+        monitor.gauge.on = every == 1
         self._ended = weakref.finalize(what, self._close)
         self._write(
             "begin",
@@ -166,7 +158,7 @@ class Log:
             # after an error there may be a step under way that nobody will end: nothing is waited for here
             if self._steps and all(bucket.done() for bucket in what._steps.under_way()):
                 self._entry(what, what.stats())
-            what._logging, what._gauge.on = None, False
+            self._monitor.log, self._monitor.gauge.on = None, False
         self._ended()
 
     def __enter__(self) -> Log:
@@ -183,7 +175,7 @@ class Log:
         with self.exposed.timed("wire"), inner:
             yield
 
-    def stepped(self, what: Loggable) -> None:
+    def stepped(self, what: Logged) -> None:
         """Note another step, and write an entry if one is due."""
         self._steps += 1
         due, plan = self._steps >= self._every, what._plan
@@ -193,14 +185,14 @@ class Log:
             self._plan = plan
             if due:
                 self._entry(what, stats)
-        what._gauge.on = self._steps + 1 >= self._every
+        self._monitor.gauge.on = self._steps + 1 >= self._every
 
     def diverged(self, error: ReplicasDiverged) -> None:
         """Log that replicas differ."""
         self._write("diverged", error.step, layer=error.layer, layers=error.layers, holders=error.holders)
 
-    def _entry(self, what: Loggable, now: Stats) -> None:
-        layers, at, exposed = what._gauge.read(now.steps), time.perf_counter(), self.exposed.seconds()["wire"]
+    def _entry(self, what: Logged, now: Stats) -> None:
+        layers, at, exposed = self._monitor.gauge.read(now.steps), time.perf_counter(), self.exposed.seconds()["wire"]
         sent, dense = now.wire_bytes - self._seen.wire_bytes, now.dense_bytes - self._seen.dense_bytes
         self._write(
             "step",
@@ -216,7 +208,7 @@ class Log:
             error=_short(total(layers)),
             layers={name: _said(held) for name, held in layers.items()},
             changes=self._changes,
-            checked=what._guard.checked if what._guard is not None else None,
+            checked=self._monitor.guard.checked if self._monitor.guard is not None else None,
         )
         self._steps, self._seen, self._at, self._exposed_s, self._changes = 0, now, at, exposed, []
 

@@ -6,6 +6,7 @@ A module's forward pass with the weights of now, whatever becomes of them before
 from __future__ import annotations
 
 import collections
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from commlib.pipeline.activations import ActivationCarrier
 from commlib.pipeline.schedule import depth, passes, place
 from commlib.server.job.consistency import WSP
 from commlib.server.worker.parameter_server import ParameterServer
-from commlib.telemetry.recorder import TRACK, Traceable
+from commlib.telemetry.recorder import TRACK, Recording, Tracer
 
 
 def stashed(module: nn.Module, *inputs: Any) -> Any:
@@ -53,7 +54,7 @@ def output_of(stage: str, found: Any) -> Tensor:
 Loss = Callable[[Tensor, Any], Tensor]
 
 
-class HetPipe(Traceable):
+class HetPipe:
     """Pipelines train side by side, each of several ranks, under wave synchronous parallelism::
 
         stage = [front, back][rank % 2]  # ranks 0 and 1 are virtual worker 0, ranks 2 and 3 are 1, …
@@ -133,7 +134,8 @@ class HetPipe(Traceable):
         self._depth = depth(at.stage, local)
         self._under_way: collections.deque[tuple[int, Tensor, Tensor]] = collections.deque()
         self._next, self._closed = 0, False
-        self._traces(None, self._world.rank, *self._server._parts)  # passes are recorded here: they are interleaved
+        # passes are recorded here: they are interleaved
+        self._tracer = Tracer(None, self._world.rank, *self._server._tracer.sources)
 
     @property
     def stage(self) -> int:
@@ -169,7 +171,7 @@ class HetPipe(Traceable):
         given = self._given("inputs", inputs, self._place.first), self._given("targets", targets, self._place.last)
         first, losses = self._next, list[Tensor]()
         for kind, p in passes(first, self.rule.push_every, len(self._under_way), self._depth):
-            with self._trace.measure(TRACK, f"{kind} {p}"):
+            with self._tracer.trace.measure(TRACK, f"{kind} {p}"):
                 if kind == "backward":
                     self._backward()
                 else:
@@ -186,9 +188,18 @@ class HetPipe(Traceable):
         """
         self._check_open()
         while self._under_way:
-            with self._trace.measure(TRACK, f"backward {self._under_way[0][0]}"):
+            with self._tracer.trace.measure(TRACK, f"backward {self._under_way[0][0]}"):
                 self._backward()
         self._carrier.drain()
+
+    def trace(self, path: str | os.PathLike[str]) -> Recording:
+        """Record what this rank does from now on, as :meth:`commlib.HookState.trace`.
+
+        Raises:
+            TraceFailed: the file cannot be written. Nothing is recorded then.
+            ValueError: a recording runs already.
+        """
+        return self._tracer.start(path)
 
     def close(self) -> None:
         """:meth:`flush`, waits for the waves of all, takes the values with all of them in, and goes. Again: nothing.
@@ -220,7 +231,7 @@ class HetPipe(Traceable):
         """The loss, at the last stage."""
         x = given if self._place.first else self._carrier.input(p)
         self._server.wait()  # values of a wave's end come before the copy of them is made
-        self._trace.instant(TRACK, f"computes {p}")
+        self._tracer.trace.instant(TRACK, f"computes {p}")
         run = stashed if self._depth > 1 else nn.Module.__call__  # nothing changes between its two passes
         y = output_of(self._place.name(self.stage), run(self._stage, x))
         if self._loss is not None and self._place.last:
@@ -261,4 +272,4 @@ class HetPipe(Traceable):
         try:
             self._server.__exit__(type(error), error, None)
         finally:
-            self._end_trace()
+            self._tracer.end()

@@ -103,59 +103,55 @@ class TraceSource(Protocol):
     trace: Trace
 
 
-class Traceable:
-    """What :meth:`trace` can be asked of."""
+class Tracer:
+    """Recordings of what one rank does: the trace in force, and the sources that write into it.
 
-    _trace = NONE
-    _recording: Recording | None = None
-    _parts: tuple[TraceSource, ...] = ()
-    _traced_module: Callable[[], nn.Module | None]
+    Args:
+        module: the model whose passes are recorded; None: whoever has this records them.
+        rank: of this process, for the name of its file.
+        *sources: what records something itself, by its attribute ``trace``.
 
-    def trace(self, path: str | os.PathLike[str]) -> Recording:
-        """Records what this rank does from now on, for Perfetto (ui.perfetto.dev) and chrome://tracing::
+    Attributes:
+        trace: :data:`~commlib.telemetry.trace.NONE` while nothing is recorded.
+    """
 
-            with comm.trace("trace.json"):
-                ...  # some steps
+    def __init__(self, module: nn.Module | None, rank: int, *sources: TraceSource) -> None:
+        self.trace = NONE
+        self._module = weakref.ref(module) if module is not None else _nothing
+        self._rank, self.sources = rank, sources
+        self._recording: Recording | None = None
 
-        or, without a block, until ``stop()`` of what this returns, until :meth:`close`, or the end of the process.
-        Begin and stop between two steps.
-
-        Each rank records for itself, waits for nobody, and writes a file on its own machine: rank 0 the one of this
-        name, rank 1 ``trace.rank1.json`` beside it, and so on; or put ``{rank}`` into the path. ``commlib trace merge``
-        makes one file of them. An empty one is written at once, so that it is known that it can be; it is filled when
-        the recording stops, after an error, too. Of more than 262,144 events the newest are kept.
-
-        Args:
-            path: of the file; what is there is replaced.
+    def start(self, path: str | os.PathLike[str]) -> Recording:
+        """Begin to record; for the user's ``trace(path)``.
 
         Raises:
-            TraceFailed: it cannot be written there. Nothing is recorded then.
-            ValueError: one is being recorded already.
+            TraceFailed: the file cannot be written. Nothing is recorded then.
+            ValueError: another recording runs.
         """
         if self._recording is not None and self._recording.running:
             raise ValueError(f"{self._recording.path} is being recorded: stop() that before another one begins")
         trace = Trace(self._rank)
-        self._recording = Recording(self, own_path(path, self._rank), trace, self._traced_module())
-        self._record(trace)
+        self._recording = Recording(self, own_path(path, self._rank), trace, self._module())
+        self.record(trace)
         return self._recording
 
-    def _traces(self, module: nn.Module | None, rank: int, *parts: TraceSource | None) -> None:
-        """This module's passes can be traced, and these parts; None: whoever this is records passes itself."""
-        self._traced_module = weakref.ref(module) if module is not None else _nothing
-        self._rank = rank
-        self._parts = tuple(part for part in parts if part is not None)
+    def follow(self, *sources: TraceSource | None) -> None:
+        """Record these from now on, and no others; None stands for what there is not."""
+        self.sources = tuple(source for source in sources if source is not None)
+        self.record(self.trace)
 
-    def _record(self, trace: Trace) -> None:
-        self._trace = trace
-        for part in self._parts:
-            part.trace = trace
+    def record(self, trace: Trace) -> None:
+        """Hand this trace to all sources."""
+        self.trace = trace
+        for source in self.sources:
+            source.trace = trace
 
-    def _waiting(self) -> contextlib.AbstractContextManager[None]:
-        """While the thread that trains waits for what is exchanged."""
-        return within(self._trace.measure(TRACK, "wait"), "wait", "for what is exchanged")
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Record that the thread that trains waits for what is exchanged."""
+        return within(self.trace.measure(TRACK, "wait"), "wait", "for what is exchanged")
 
-    def _end_trace(self) -> None:
-        """For who closes, and has more to end than this: a file that cannot be written is only logged."""
+    def end(self) -> None:
+        """End a recording; a file that cannot be written is only logged, for there is more to end than this."""
         if self._recording is not None:
             self._recording.end(quiet=True)
 
@@ -167,13 +163,13 @@ class Recording:
         path: of this rank's file.
     """
 
-    def __init__(self, what: Traceable, path: Path, trace: Trace, module: nn.Module | None) -> None:
+    def __init__(self, tracer: Tracer, path: Path, trace: Trace, module: nn.Module | None) -> None:
         trace.save(path)
         trace.instant(TRACK, "recording")  # the first row, and zero
         self.path = path
-        self._what, self._trace, self._process = weakref.ref(what), trace, os.getpid()
+        self._tracer, self._trace, self._process = weakref.ref(tracer), trace, os.getpid()
         self._passes = PassRecorder(module, trace) if module is not None else None
-        self._ended = weakref.finalize(what, self._end)
+        self._ended = weakref.finalize(tracer, self._end)
 
     @property
     def running(self) -> bool:
@@ -204,9 +200,9 @@ class Recording:
         self.end(quiet=error is not None)
 
     def _end(self) -> None:
-        what = self._what()
-        if what is not None:
-            what._record(NONE)
+        tracer = self._tracer()
+        if tracer is not None:
+            tracer.record(NONE)
         if self._passes is not None:
             self._passes.remove()
         if os.getpid() == self._process:  # not one that was forked meanwhile

@@ -156,7 +156,7 @@ def says_when_it_waits(trainer: Any) -> None:
         trainer: with ``comm`` and ``step``.
     """
     comm = trainer.comm
-    waiting, sequencer = comm._waiting, getattr(comm, "_sequencer", None)
+    waiting, sequencer = comm._monitor.waiting, getattr(comm, "_sequencer", None)
 
     @contextmanager
     def told() -> Iterator[None]:
@@ -164,7 +164,7 @@ def says_when_it_waits(trainer: Any) -> None:
             say(f"waits/{trainer.step}")
             yield
 
-    vars(comm)["_waiting"] = told
+    vars(comm._monitor)["waiting"] = told
     if sequencer is not None:
         here = sequencer.here
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -25,12 +26,12 @@ from commlib.server.worker.param_sync import ParamSync
 from commlib.server.worker.prefetch import PrefetchCache
 from commlib.server.worker.session import WorkerSession, WorkerTerms
 from commlib.server.worker.sync_policy import SyncPolicy
-from commlib.telemetry.recorder import Traceable
+from commlib.telemetry.recorder import Recording, Tracer
 
 _log = logging.getLogger("commlib")
 
 
-class ParameterServer(Traceable):
+class ParameterServer:
     """Shards keep the parameters and update them; this worker pushes gradients and pulls values, as it goes::
 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -154,7 +155,7 @@ class ParameterServer(Traceable):
         on = next(iter(self._parameters.values())).device
         self._cache = PrefetchCache(client, chunks, on) if self._background else None
         self._syncer = ParamSync(model, self._parameters, chunks, client, self._options, own, self._scaled, self._cache)
-        self._traces(model, self._worker.id, self._syncer, self._worker.client.flights)
+        self._tracer = Tracer(model, self._worker.id, self._syncer, self._worker.client.flights)
         self._guard = StepGuard(self._optimizer)
         try:
             if self._worker.first:
@@ -244,6 +245,15 @@ class ParameterServer(Traceable):
         """Pushes of this worker that were not finite, and are in no value; one for each chunk."""
         return self._worker.client.refused
 
+    def trace(self, path: str | os.PathLike[str]) -> Recording:
+        """Record what this rank does from now on, as :meth:`commlib.HookState.trace`.
+
+        Raises:
+            TraceFailed: the file cannot be written. Nothing is recorded then.
+            ValueError: a recording runs already.
+        """
+        return self._tracer.start(path)
+
     def close(self) -> None:
         """:meth:`sync`, and goes, even if that raises: nobody waits for this worker from now on. Again: nothing."""
         if self._closed:
@@ -276,7 +286,7 @@ class ParameterServer(Traceable):
         try:
             self._worker.close(flush=in_order)
         finally:
-            self._end_trace()
+            self._tracer.end()
             self._end_servers(in_order)
 
     def _end_servers(self, in_order: bool) -> None:

@@ -42,7 +42,7 @@ def logged(world: World, rule: str, replicas: int, folder: str) -> dict[str, Any
         "same": same,
         "bytes": now.wire_bytes - before.wire_bytes,
         "dense": now.dense_bytes - before.dense_bytes,
-        "gauge": seen.comm._gauge.on,
+        "gauge": seen.comm._monitor.gauge.on,
     }
 
 

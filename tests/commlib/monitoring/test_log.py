@@ -56,7 +56,7 @@ def trained(world: World, rule: str, folder: str, style: str) -> dict[str, Any]:
         "bytes": now.wire_bytes - before.wire_bytes,
         "dense": now.dense_bytes - before.dense_bytes,
         "seconds": seconds,
-        "hooks": logged.comm._gauge.on,
+        "hooks": logged.comm._monitor.gauge.on,
     }
 
 

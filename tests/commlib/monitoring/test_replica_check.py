@@ -155,7 +155,7 @@ def equal(world: World, rule: str) -> tuple[bool, int | None, bool]:
     for every in (3, 0):
         trainer = Trainer(world, rule, check_replicas=every)
         trainer.train(10)
-        guard = trainer.comm._guard
+        guard = trainer.comm._monitor.guard
         ends.append((trainer.weights(), guard and guard.checked))
         trainer.close()
     return torch.equal(ends[0][0], ends[1][0]), ends[0][1], ends[1][1] is None
@@ -175,7 +175,7 @@ def uneven(world: World) -> tuple[int, int | None]:
             x, y = batch(world, step)
             nn.functional.cross_entropy(trainer.ddp(x), y).backward()
             trainer.optimizer.step()
-    checked = trainer.comm._guard.checked
+    checked = trainer.comm._monitor.guard.checked
     trainer.close()
     return trainer.comm.stats().steps, checked
 

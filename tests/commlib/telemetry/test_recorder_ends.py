@@ -126,10 +126,10 @@ def test_the_end_of_the_process_ends_it_wherever_that_has_gone_meanwhile(tmp_pat
 
 FORKING = """
 import os, torch
-from commlib.telemetry.recorder import Traceable
-what, model = Traceable(), torch.nn.Linear(2, 2)
-what._traces(model, 0)
-what.trace("t.json")
+from commlib.telemetry.recorder import Tracer
+model = torch.nn.Linear(2, 2)
+tracer = Tracer(model, 0)
+tracer.start("t.json")
 empty = open("t.json").read()
 model(torch.ones(2)).sum().backward()
 if os.fork() == 0:
@@ -162,7 +162,7 @@ def test_a_path_that_cannot_be_is_named_before_anything_is_recorded(tmp_path: Pa
     with attached() as (comm, step):
         with pytest.raises(TraceFailed, match=message):
             comm.trace(make(tmp_path))
-        assert comm._trace is comm._sequencer.trace is NONE
+        assert comm._tracer.trace is comm._sequencer.trace is NONE
         step()
         with comm.trace(tmp_path / "t.json"):
             step()

@@ -295,7 +295,7 @@ def step_by_step(machine: Machine, profile: Profile) -> Trace:
     trace = Trace(clock=machine)
     group = Group(machine, trace)
     state._sequencer.extend([{"world": group}])
-    state._record(trace)
+    state._tracer.record(trace)
     passes = PassRecorder(ddp, trace)
     for _ in range(STEPS):
         group.seconds.extend((f"bucket {i}", seconds) for i, (_, _, seconds) in enumerate(reversed(profile)))

@@ -41,7 +41,8 @@ class Rehearsed:
     def __init__(self, ddp: DistributedDataParallel, state: commlib.HookState) -> None:
         self.exchanges = False
         self._state = state
-        ddp.register_comm_hook(self, _hook)
+        # DDP compares a hook's annotations with the types themselves: a lambda has none.
+        ddp.register_comm_hook(None, lambda _, bucket: self.reduce(bucket))
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         """As :func:`commlib.hook`, or at once what came in."""
@@ -53,10 +54,6 @@ class Rehearsed:
         )
         future.set_result(buffer)
         return future
-
-
-def _hook(rehearsed: Rehearsed, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    return rehearsed.reduce(bucket)
 
 
 @dataclasses.dataclass(frozen=True)

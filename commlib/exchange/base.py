@@ -20,10 +20,12 @@ class Carrier(abc.ABC):
     Attributes:
         name: in a route, after the ``@``.
         ROUNDS: how many times ``rounds`` yields at most, each time the collectives that may run at once.
+        PASSES: how often an uncompressed gradient goes over the link; an all-reduce sends it there and back.
     """
 
     name: ClassVar[str]
     ROUNDS: ClassVar[int]
+    PASSES: ClassVar[int] = 2
 
     def refuse(self, codec: Compressor, spec: LayerSpec) -> str | None:
         """Why this exchange cannot carry this codec for this layer; None if it can, as all can by default."""

@@ -22,9 +22,6 @@ from commlib.exchange.layer_task import LayerTask, Stripe, payers
 from commlib.groups.world import World
 from commlib.runtime.scratch import scratch
 
-PASSES = 1
-"""How often an uncompressed gradient goes over the link: an all-reduce sends it there and back."""
-
 
 @functools.lru_cache(maxsize=4096)  # every step asks the same of every layer
 def chunks(spec: LayerSpec, world: int) -> tuple[Stripe, ...]:
@@ -40,6 +37,7 @@ class ReduceScatter(Carrier):
 
     name = "reduce_scatter"
     ROUNDS = 1
+    PASSES = 1
 
     def refuse(self, codec: Compressor, spec: LayerSpec) -> str | None:
         """Stripes are coded one by one, so what a codec remembers must be rows of the layer, too."""

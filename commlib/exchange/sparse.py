@@ -37,7 +37,8 @@ class SparseExchange(Exchange):
         if codec.lossless:
             return None
         if codec.slots(rows):
-            return "its memory of a layer has a fixed shape, and sparse rows are others in every step: give ef=off"
+            what = "it keeps a memory of its layer, of a fixed shape, and sparse rows are others in every step"
+            return f"{what}: give ef=off"
         if codec.shared_seed:
             return "its ranks draw the same values, and have other rows"
         return codec.refuse(rows)

@@ -120,7 +120,7 @@ class Plan:
 
     def _row(self, p: PlannedLayer) -> list[str]:
         ranks = self.world * self.local
-        passes = getattr(p.route.carrier(), "PASSES", 2)
+        passes = p.route.carrier().PASSES
         sent, full = self._sent(p), passes * (ranks - 1) / ranks * p.spec.nbytes
         known = not math.isnan(sent)
         share = f"1/{full / sent:.1f}" if sent and full and known else "-"

@@ -229,12 +229,12 @@ def trained(world: World, steps: int, most: int, **options: Any) -> tuple[Tensor
 
 
 def managed(world: World, servers: commlib.Servers, steps: int, scripted: bool) -> tuple[bool, bool, set[str], bool]:
-    original = vars(manager)["Pilot"]
-    vars(manager)["Pilot"] = Script if scripted else original
+    original = vars(manager)["Controller"]
+    vars(manager)["Controller"] = Script if scripted else original
     try:
         served, taken, done, settled = trained(world, steps, steps if scripted else 1000, servers=servers)
     finally:
-        vars(manager)["Pilot"] = original
+        vars(manager)["Controller"] = original
     plain, *_ = trained(world, done, done)
     return torch.equal(plain, served), same_everywhere(world, served), taken, settled
 

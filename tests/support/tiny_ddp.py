@@ -316,11 +316,11 @@ def head(dense: int) -> Iterator[list[Head]]:
         made.append(Head(model, dense))
         return made[-1]
 
-    original, vars(manager)["Pilot"] = vars(manager)["Pilot"], make
+    original, vars(manager)["Controller"] = vars(manager)["Controller"], make
     try:
         yield made
     finally:
-        vars(manager)["Pilot"] = original
+        vars(manager)["Controller"] = original
 
 
 class Meeting:

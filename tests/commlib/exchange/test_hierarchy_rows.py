@@ -141,12 +141,12 @@ class Turns:
 
 
 def turned(world: World) -> tuple[bool, float, set[str]]:
-    original = vars(manager)["Pilot"]
-    vars(manager)["Pilot"] = Turns
+    original = vars(manager)["Controller"]
+    vars(manager)["Controller"] = Turns
     try:
         ours = trainer(world, "auto")
     finally:
-        vars(manager)["Pilot"] = original
+        vars(manager)["Controller"] = original
     seen = set()
     for _ in range(13):
         ours.train(1)

@@ -115,11 +115,11 @@ def train(world: World, seed: int, rules: Any) -> Tensor:
 
 
 def models(world: World, first: int, count: int) -> list[str]:
-    head, vars(manager)["Pilot"] = vars(manager)["Pilot"], Whim
+    head, vars(manager)["Controller"] = vars(manager)["Controller"], Whim
     try:
         return list(wrong_models(world, first, count))
     finally:
-        vars(manager)["Pilot"] = head
+        vars(manager)["Controller"] = head
 
 
 def wrong_models(world: World, first: int, count: int) -> Iterator[str]:

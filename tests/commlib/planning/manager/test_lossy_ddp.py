@@ -62,11 +62,11 @@ class Whim:
 
 
 def attached(ddp: Any, head: Any, *more: str, **options: Any) -> Any:
-    original, vars(manager)["Pilot"] = vars(manager)["Pilot"], head
+    original, vars(manager)["Controller"] = vars(manager)["Controller"], head
     try:
         return commlib.attach(ddp, commlib.Lossy([*CODECS, *more]), min_size=0, **options)
     finally:
-        vars(manager)["Pilot"] = original
+        vars(manager)["Controller"] = original
 
 
 def batch(world: World, step: int) -> Tensor:

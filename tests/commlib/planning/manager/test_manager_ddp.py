@@ -59,10 +59,10 @@ class Clumsy(Script):
 
 def train(world: World, rule: Any, steps: int, head: Any = None, **options: Any) -> tuple[Tensor, Any]:
     ddp = DistributedDataParallel(net(), bucket_cap_mb=0.02)
-    original = vars(manager)["Pilot"]
-    vars(manager)["Pilot"] = head or original
+    original = vars(manager)["Controller"]
+    vars(manager)["Controller"] = head or original
     comm = None if rule is None else commlib.attach(ddp, rule, **options)
-    vars(manager)["Pilot"] = original
+    vars(manager)["Controller"] = original
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     for step in range(steps):
         optimizer.zero_grad()
@@ -120,9 +120,9 @@ def test_routes_change_between_steps_on_all_ranks_at_once_and_rows_are_counted_o
 
 def joining(world: World) -> bool:
     ddp = DistributedDataParallel(net(), bucket_cap_mb=0.02)
-    original, vars(manager)["Pilot"] = vars(manager)["Pilot"], Script
+    original, vars(manager)["Controller"] = vars(manager)["Controller"], Script
     comm = commlib.attach(ddp)
-    vars(manager)["Pilot"] = original
+    vars(manager)["Controller"] = original
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     with Join([ddp]):
         for step in range(9 + 4 * ((world.rank + 1) % world.size)):  # rank 0 joins before rank 1, rank 2 first of all

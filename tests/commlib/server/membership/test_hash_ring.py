@@ -32,7 +32,7 @@ def test_a_key_prefers_every_shard_once_in_an_order_that_does_not_depend_on_how_
 def test_another_process_places_keys_alike() -> None:
     code = (
         "from commlib.server.membership.hash_ring import *; "
-        "print(place(Ring('abcd'), dict.fromkeys(map(str, range(50)), 1), 2))"
+        "print(place(HashRing('abcd'), dict.fromkeys(map(str, range(50)), 1), 2))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.strip() == str(place(HashRing("abcd"), dict.fromkeys(map(str, range(50)), 1), 2))

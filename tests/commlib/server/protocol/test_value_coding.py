@@ -253,7 +253,7 @@ def test_what_has_been_warmed_up_codes_as_what_has_not(spec: str) -> None:
 def test_codecs_of_which_a_kernel_is_loaded_are_loaded_before_the_first_gradient() -> None:
     code = (
         "import sys; from commlib.server.protocol.value_coding import *; "
-        "c = Coding(way('onebit'), way_of_values('onebit')); "
+        "c = ValueCoding(way('onebit'), way_of_values('onebit')); "
         "before = 'numba' in sys.modules; c.warm(); print(before, 'numba' in sys.modules)"
     )
     pytest.importorskip("numba")

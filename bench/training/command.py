@@ -8,14 +8,17 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from commlib.bench.launch.processes import RankFailed, sigterm_raises
-from commlib.bench.options import Backend, BucketCap, Hosts, Json, Levels, Limit, PerHost, Ranks, Rate, Save
+from commlib.bench.link.plot import check as check_plot
+from commlib.bench.options import Backend, BucketCap, Hosts, Json, Levels, Limit, PerHost, Plot, Ranks, Rate, Save
 from commlib.bench.progress import Bar
 from commlib.bench.report.findings import findings
+from commlib.bench.report.formatting import groups
 from commlib.bench.results.record import Record, emit, facts
 from commlib.bench.results.table import Row, console
 from commlib.bench.targets import Target, check_peers, place
@@ -104,6 +107,7 @@ def train(
     quick: Annotated[bool, typer.Option("--quick", help="A small model, few routes, one round.")] = False,
     as_json: Json = False,
     save: Save = None,
+    plot: Plot = None,
 ) -> None:
     """Would compression help here? Trains with every route in turn and compares it with plain DDP, or FSDP2.
 
@@ -138,6 +142,10 @@ def train(
     if fsdp2:
         fsdp.check_options(backward_s=backward_s, limit=limit, hierarchy=hierarchy, bucket_cap_mb=bucket_cap_mb)
     models = _models(model, quick)
+    if plot is not None:
+        check_plot(plot)
+        if len(models) > 1:
+            raise ValueError(f"--plot draws one model, and these are {', '.join(models)}: name one by --model")
     if rounds is None and quick:
         rounds = 1
     measured: list[Row] = []
@@ -163,8 +171,18 @@ def train(
     record = Record("fsdp2" if fsdp2 else "train", run, measured)
     width = console(sys.stdout).width
     emit(record, title=title(record), as_json=as_json, save=save, hide=hidden(measured, width))
+    if plot is not None:
+        _draw(record, plot)
     for finding in findings(record):
         print(finding.text, file=sys.stderr if as_json else sys.stdout)
+
+
+def _draw(record: Record, path: Path) -> None:
+    from commlib.bench.report.plots import pictures  # not before: it needs matplotlib
+
+    (group,) = groups(record)
+    for picture in pictures(record, *group):
+        picture.figure.savefig(path, dpi=150)
 
 
 def _models(names: Sequence[str] | None, quick: bool) -> list[str]:

@@ -43,6 +43,8 @@ def train(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
         (["--hierarchy", "--ranks-per-host", "2"], "say how many with --hosts"),
         (["--bucket-cap-mb", "0"], "--bucket-cap-mb must be above 0"),
         (["--rate", "200mbit"], "--hosts"),
+        (["--plot", "steps.gif"], "--plot writes .png, .svg, .pdf"),
+        (["--plot", "steps.png", "--model", "gpt", "--model", "fc"], "--plot draws one model, and these are fc, gpt"),
     ],
 )
 def test_a_mistake_gets_one_line(call: Callable[..., tuple[int, str, str]], args: list[str], said: str) -> None:
@@ -51,6 +53,16 @@ def test_a_mistake_gets_one_line(call: Callable[..., tuple[int, str, str]], args
     assert err.startswith("error: ")
     assert said in err
     assert len(err.splitlines()) == 1
+
+
+def test_a_record_is_drawn_as_the_report_draws_it(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (record,) = read(Path(__file__).parents[1] / "report" / "samples" / "train-200mbit.jsonl")
+    one = dataclasses.replace(record, rows=[r for r in record.rows if r["model"] == record.rows[0]["model"]])
+    command._draw(one, tmp_path / "steps.svg")
+    drawn = (tmp_path / "steps.svg").read_text()
+    assert len(drawn) > 5000
+    assert drawn.rstrip().endswith("</svg>")
 
 
 @pytest.mark.full

@@ -10,6 +10,7 @@ import pkgutil
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +33,12 @@ def test_all_is_complete() -> None:
     modules = {name for name in vars(commlib) if inspect.ismodule(getattr(commlib, name))}
     public = {name for name in vars(commlib) if not name.startswith("_")} - modules - {"annotations"}
     assert public - set(commlib.__all__) == set()
+
+
+@pytest.mark.checkout
+def test_every_public_name_is_of_the_core_or_an_extension() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tiers.md").read_text()
+    assert [name for name in commlib.__all__ if f"`{name}`" not in page] == []
 
 
 def test_type_checkers_read_what_is_imported_at_run_time() -> None:

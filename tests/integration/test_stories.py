@@ -1,0 +1,124 @@
+"""The pages that follow a bucket and a push name the files that such a step runs, and no others."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commlib
+import commlib.compressors
+import commlib.transports
+from commlib.groups.world import World
+from tests.support.rank_pool import Fleet
+from tests.support.server_cluster import Cluster
+
+pytestmark = pytest.mark.checkout
+
+DOCS = Path(__file__).parents[2] / "docs"
+STEPS = 4  # in the last one all that is made once is there
+
+
+def told(page: str) -> list[str]:
+    """Files of a page's table, in its order."""
+    rows = [line for line in (DOCS / page).read_text().splitlines() if line.startswith("| `")]
+    names = [re.findall(r"`([\w/]+\.py)`", row)[0] for row in rows]
+    return [name if name.partition("/")[0] in ("compressors", "transports") else f"commlib/{name}" for name in names]
+
+
+class Files:
+    """Source files of commlib that any thread calls into while :attr:`recording`, in the order of the first call."""
+
+    def __init__(self) -> None:
+        self.recording = False
+        self.seen: dict[str, None] = {}
+        self._roots = {
+            str(Path(str(package.__file__)).parent): name
+            for name, package in (
+                ("commlib", commlib),
+                ("compressors", commlib.compressors),
+                ("transports", commlib.transports),
+            )
+        }
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        if self.recording and event == "call":
+            for root, name in sorted(self._roots.items(), reverse=True):  # in a wheel one lies in another
+                if frame.f_code.co_filename.startswith(f"{root}/"):
+                    self.seen[name + frame.f_code.co_filename[len(root) :]] = None
+                    return
+
+    @contextmanager
+    def following(self) -> Iterator[Files]:
+        """Follow this thread and all that start inside the block."""
+        threading.setprofile(self)
+        sys.setprofile(self)
+        try:
+            yield self
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)  # type: ignore[arg-type]
+
+
+def bucket(world: World) -> list[str]:
+    files = Files()
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(64, 64, bias=False))
+    with files.following():
+        commlib.attach(ddp, "onebit")
+        for step in range(STEPS):
+            files.recording = step == STEPS - 1
+            ddp(torch.ones(2, 64)).sum().backward()
+        files.recording = False
+    return list(files.seen)
+
+
+def test_a_bucket_goes_the_way_that_its_page_tells(fleet: Fleet) -> None:
+    pytest.importorskip("numba", reason="the page is of numba's kernels: pip install 'torch-commlib[numba]'")
+    page = told("life-of-a-bucket.md")
+    for seen in fleet.run(2, bucket):
+        assert seen == page
+
+
+def test_a_push_goes_the_way_that_its_page_tells() -> None:
+    files = Files()
+
+    def worker(rank: int) -> None:
+        model = nn.Linear(8, 8, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with cluster.join(model, optimizer, rank) as server:
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                files.recording = step == STEPS - 1
+                model(torch.ones(2, 8)).sum().backward()
+                server.step()
+            model(torch.ones(2, 8))  # waits for what the last push has made
+            files.recording = False
+
+    with files.following(), Cluster(1, 1) as cluster:
+        cluster.train(worker)
+    page = told("life-of-a-push.md")
+    assert set(files.seen) - MEMBERSHIP == set(page)
+    assert len(page) == len(set(page))
+
+
+MEMBERSHIP = {
+    f"commlib/server/membership/{name}.py" for name in ("heartbeat", "registry", "failure_detector", "leader")
+}
+"""The heartbeat's thread, which may come by meanwhile."""
+
+
+@pytest.mark.parametrize("page", ["life-of-a-bucket.md", "life-of-a-push.md"])
+def test_the_page_says_how_many_files_there_are(page: str) -> None:
+    (count,) = re.findall(r"^That is (\d+) files", (DOCS / page).read_text(), flags=re.MULTILINE)
+    assert int(count) == len(told(page))

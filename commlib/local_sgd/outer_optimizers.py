@@ -16,8 +16,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from commlib.errors import unknown
-from commlib.runtime.plugins import build, split
+from commlib.runtime.plugins import from_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,12 +236,7 @@ def make(spec: str | OuterOptimizer) -> OuterOptimizer:
     Raises:
         ValueError: an unknown rule or option, or a value out of range.
     """
-    if isinstance(spec, OuterOptimizer):
-        return spec
-    name = spec.strip().partition(":")[0]
-    if name not in RULES:
-        raise ValueError(unknown("rule of local steps", name, RULES))
-    return build(RULES[name], *split("rule of local steps", spec, RULES[name].first))
+    return spec if isinstance(spec, OuterOptimizer) else from_table("rule of local steps", spec, RULES)
 
 
 def _positive(what: str, value: float) -> None:

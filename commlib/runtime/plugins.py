@@ -12,11 +12,12 @@ import typing
 from collections.abc import Collection, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from commlib.errors import MissingDependency, unknown
 
 T = TypeVar("T")
+N = TypeVar("N", bound="Named")
 _SWITCH = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}
 
 
@@ -65,6 +66,30 @@ def build(cls: type[T], name: str, options: Mapping[str, str], also: Collection[
             raise ValueError(f"{name}: {unknown('option', key, [*fields, *also])}")
         values[key] = _convert(name, key, text, hints[key])
     return cls(**values)
+
+
+class Named(Protocol):
+    """Class whose instances a spec string can ask for by a name in a table."""
+
+    first: ClassVar[str]
+    """The option that a lone value stands for (``ssp:3``); empty: every option has its name."""
+
+
+def from_table(what: str, spec: str, table: Mapping[str, type[N]]) -> N:
+    """Make the instance that a spec string asks for, of one of the dataclasses of a table.
+
+    Args:
+        what: kind of thing, for messages.
+        spec: the string.
+        table: name → dataclass.
+
+    Raises:
+        ValueError: an unknown name or option, or a value that is none or out of range.
+    """
+    name = spec.strip().partition(":")[0]
+    if name not in table:
+        raise ValueError(unknown(what, name, table))
+    return build(table[name], *split(what, spec, table[name].first))
 
 
 def switch(name: str, key: str, text: str) -> bool:

@@ -67,7 +67,7 @@ class Files:
             yield self
         finally:
             sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]
+            threading.setprofile(None)
 
 
 def bucket(world: World) -> list[str]:

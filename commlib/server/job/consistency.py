@@ -10,8 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from commlib.errors import unknown
-from commlib.runtime.plugins import build, split
+from commlib.runtime.plugins import from_table
 from commlib.server.job.staleness import Consistency, Fixed, Threshold, at_least
 from commlib.server.job.worker_groups import Topology
 
@@ -206,9 +205,4 @@ def make(spec: str | Consistency) -> Consistency:
     Raises:
         ValueError: an unknown rule or option, or a value out of range.
     """
-    if isinstance(spec, Consistency):
-        return spec
-    name = spec.strip().partition(":")[0]
-    if name not in RULES:
-        raise ValueError(unknown("consistency", name, RULES))
-    return build(RULES[name], *split("consistency", spec, RULES[name].first))
+    return spec if isinstance(spec, Consistency) else from_table("consistency", spec, RULES)

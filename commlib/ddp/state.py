@@ -361,7 +361,7 @@ class HookState:
         """
         module = self._module()
         if self.door.attached is not self or module is None:
-            raise ValueError(f"{doing}: this has been detached; commlib.attach(ddp, …) makes another")
+            raise ValueError(f"{doing}: this state was detached; call commlib.attach(ddp, …) again")
         if self._sequencer.failed is not None:
             raise self._sequencer.failed
         return module

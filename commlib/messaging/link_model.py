@@ -65,7 +65,7 @@ class Link:
 
     def __post_init__(self) -> None:
         if self.world < 1:
-            raise ValueError(f"a link joins at least one rank, got {self.world}")
+            raise ValueError(f"world size must be at least 1, got {self.world}")
         if not 1 <= self.drag < math.inf:
             raise ValueError(f"arithmetic takes at least as long while a link is in use, got a drag of {self.drag!r}")
 
@@ -86,7 +86,7 @@ class Link:
         if not 0 <= latency_s < math.inf:
             raise ValueError(f"the latency of a link must be a number of seconds ≥ 0, got {latency_s!r}")
         if world < 1:
-            raise ValueError(f"a link joins at least one rank, got {world}")
+            raise ValueError(f"world size must be at least 1, got {world}")
         beta = 8 / (gbit_s * 1e9)
         return cls(world, AlphaBeta(2 * (world - 1) * latency_s, beta), AlphaBeta((world - 1) * latency_s, beta))
 

@@ -73,7 +73,7 @@ class Monitor:
             ValueError, TypeError, LogFailed, MissingDependency: as :meth:`commlib.HookState.log_to` says.
         """
         if self.log is not None:
-            raise ValueError("it logs already: stop() what log_to returned before another one begins")
+            raise ValueError("a log is running already: stop() what log_to returned before another one begins")
         check_numbers(1.0, every=every)
         if every < 1:
             raise ValueError(f"every must be a number of steps ≥ 1, got {every}")

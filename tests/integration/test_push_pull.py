@@ -300,7 +300,7 @@ def test_a_wrong_address_is_named_in_time(fleet: Fleet) -> None:
         at = f"127.0.0.1:{held.getsockname()[1]}"
         for text in fleet.run(2, caught, "push_pull", [{"servers": at, "timeout": 10}]):
             assert text.startswith("CommlibError: ")
-            assert f"nobody keeps a meeting place at {at}, for 10 s" in text
+            assert f"no rendezvous server at {at} after 10 s" in text
 
 
 @pytest.mark.full

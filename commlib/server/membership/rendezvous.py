@@ -59,7 +59,7 @@ def visit(address: str, job: str, timeout: float) -> c10d.Store:
         store = c10d.TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout))
     except RuntimeError as e:
         raise CommlibError(
-            f"nobody keeps a meeting place at {address}, for {timeout:g} s: is 'commlib server meet' running there, "
-            "and does the way lead to it?"
+            f"no rendezvous server at {address} after {timeout:g} s: is 'commlib server meet' running there, "
+            "and is the address reachable?"
         ) from e
     return c10d.PrefixStore(f"commlib/{job}", store)

@@ -10,27 +10,25 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from commlib.errors import CommlibError, PeerLost, ProtocolError
+from commlib.errors import CommlibError, ProtocolError
 from commlib.messaging.endpoint import Endpoint
-from commlib.messaging.frame import Buffer
+from commlib.messaging.frame import Buffer, Frame
 from commlib.server.membership.registry import SHARD, WORKER, Epoch, ShardReport
 from commlib.server.membership.view import View
+from commlib.server.protocol.message_loop import SLICE_S, MessageLoop
 from commlib.server.protocol.messages import Ack, Complaint, Keys, Message, Observe, Pull, Push, Replicated, Send, Start
-from commlib.server.protocol.send_queue import SendQueue
 from commlib.server.protocol.wire import unpack
 from commlib.server.shard.shard import Shard
 
 _log = logging.getLogger("commlib")
-_SLICE_S, _SOON_S = 0.05, 0.005  # between two looks: at nothing, and at peers that had no room
 T = TypeVar("T")
 
 
-class ShardNode:
+class ShardNode(MessageLoop):
     """Serves from :meth:`start` to :meth:`stop`.
 
     Args:
@@ -49,25 +47,11 @@ class ShardNode:
         seconds: float = 60.0,
         urgency: Mapping[str, int] | None = None,
     ) -> None:
-        self._endpoint, self._shard, self._seconds = endpoint, shard, seconds
+        super().__init__(endpoint, f"shard {shard.name}", urgency)
+        self._shard, self._seconds = shard, seconds
         self._ranks = dict(ranks)
-        self._rows = SendQueue(endpoint, self._nobody, urgency)
-        self.sent = self.received = 0
-        """Bytes of messages, without what frames and transports add."""
         self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._ended = threading.Event()
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name=f"commlib-shard-{shard.name}", daemon=True)
-
-    def start(self) -> None:
-        """Begins, in a thread of its own."""
-        self._thread.start()
-
-    def stop(self, timeout: float = 5.0) -> None:
-        """Ends it; again: nothing."""
-        self._ended.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout)
+        self._error: CommlibError | None = None
 
     def call(self, function: Callable[[Shard], T]) -> T:
         """What a function of the shard gives, in the thread that may touch it.
@@ -86,7 +70,7 @@ class ShardNode:
         self._asked.put(ask)
         end = time.monotonic() + self._seconds
         while not answer.done() and self._error is None and time.monotonic() < end:
-            concurrent.futures.wait([answer], timeout=_SLICE_S)
+            concurrent.futures.wait([answer], timeout=SLICE_S)
         if answer.done():
             return answer.result()
         why = self._error or f"it is busy for {self._seconds:g} s"
@@ -125,33 +109,20 @@ class ShardNode:
 
     def _change(self, shard: Shard, view: View, ranks: Mapping[str, int]) -> None:
         self._ranks = dict(ranks)
-        self._rows.keep({*ranks.values(), *view.workers})
+        self._queue.keep({*ranks.values(), *view.workers})
         self._send(shard.change(view))
 
-    def _run(self) -> None:
-        try:
-            while not self._ended.is_set():
-                self._serve()
-        except CommlibError as e:
-            self._error = e
-            if not self._ended.is_set():
-                _log.error("shard %s ends: %s", self._shard.name, e)
-        except Exception as e:  # a mistake of ours: nobody may wait for a thread that is not there
-            self._error = e
-            _log.exception("shard %s cannot go on", self._shard.name)
+    def _lost(self, error: CommlibError) -> None:
+        self._error = error
+        _log.error("shard %s ends: %s", self._shard.name, error)
 
-    def _serve(self) -> None:
-        """What has come, and what is asked of it."""
-        try:
-            frame = self._endpoint.recv(timeout=_SOON_S if self._rows else _SLICE_S)
-            self.received += sum(len(part) for part in frame.parts)
-            self._send(self._answers(frame.sender, frame.parts))
-        except PeerLost as e:  # nothing came; or one is gone, and its messages with it
-            if e.rank is not None:
-                _log.debug("shard %s: %s", self._shard.name, e)
+    def _take(self, frame: Frame) -> None:
+        self._send(self._answers(frame.sender, frame.parts))
+
+    def _turn(self) -> None:
         while not self._asked.empty():
             self._asked.get()()
-        self._rows.leave()
+        self._queue.leave()
 
     def _answers(self, sender: int, parts: Sequence[Buffer]) -> list[Send]:
         sends: list[Send] = []
@@ -187,7 +158,4 @@ class ShardNode:
 
     def _send(self, sends: Sequence[Send]) -> None:
         named = [(self._ranks.get(to) if isinstance(to, str) else to, message) for to, message in sends]
-        self.sent += self._rows.put(*((rank, message) for rank, message in named if rank is not None))
-
-    def _nobody(self, rank: int, why: str) -> None:
-        _log.debug("shard %s has nobody to send to at rank %d: %s", self._shard.name, rank, why)
+        self.sent += self._queue.put(*((rank, message) for rank, message in named if rank is not None))

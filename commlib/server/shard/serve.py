@@ -178,4 +178,4 @@ def _leave(over: list[str], member: Membership, timeout: float) -> None:
     while not over and time.monotonic() < end:
         time.sleep(_LOOK_S)
     if not over:
-        _log.warning("nobody took what this shard has for %g s; it ends all the same", timeout)
+        _log.warning("shutting down: no other shard took over this shard's chunks within %g s", timeout)

@@ -8,7 +8,6 @@ A worker's messages under way, for a trace: a push until it is acknowledged, a q
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +17,10 @@ from torch import Tensor
 
 from commlib.errors import CommlibError, PeerLost, ProtocolError
 from commlib.messaging.endpoint import Endpoint
+from commlib.messaging.frame import Frame
 from commlib.server.membership.registry import SHARD, Epoch
+from commlib.server.protocol.message_loop import MessageLoop
 from commlib.server.protocol.messages import Ack, Complaint, Message, Pull, Push, Send, Values
-from commlib.server.protocol.send_queue import SendQueue
 from commlib.server.protocol.wire import unpack
 from commlib.server.worker.client_state import ClientState
 from commlib.telemetry.trace import NONE, Trace
@@ -78,11 +78,9 @@ class RequestTrace:
 
 
 T = TypeVar("T")
-_log = logging.getLogger("commlib")
-_SLICE_S, _SOON_S = 0.25, 0.005  # between two looks: at nothing, and at shards that had no room
 
 
-class ClientNode:
+class ClientNode(MessageLoop):
     """A worker's, from :meth:`start` to :meth:`stop`.
 
     Args:
@@ -101,29 +99,13 @@ class ClientNode:
         timeout: float = 60.0,
         urgency: Mapping[str, int] | None = None,
     ) -> None:
-        self._endpoint, self._client, self._timeout = endpoint, client, timeout
+        super().__init__(endpoint, f"worker {endpoint.rank}", urgency)
+        self._client, self._timeout = client, timeout
         self._ranks = dict(ranks)
-        self.sent = self.received = 0
-        """Bytes of messages, without what frames and transports add."""
         self.flights = RequestTrace()
         """What is recorded of messages, if anything is."""
-        self._rows = SendQueue(
-            endpoint, lambda rank, why: _log.debug("nobody to send to at rank %d: %s", rank, why), urgency
-        )
         self._news = threading.Condition()
         self._error: CommlibError | None = None
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"commlib-worker-{endpoint.rank}", daemon=True)
-
-    def start(self) -> None:
-        """Start to send and receive."""
-        self._thread.start()
-
-    def stop(self, timeout: float = 5.0) -> None:
-        """Ends it; again: nothing. What still waits is not sent: :meth:`flush` before."""
-        self._ended.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout)
 
     def begin(self, key: str, values: Tensor) -> None:
         """Says what values, (n,), a key starts with; the first worker does."""
@@ -214,7 +196,7 @@ class ClientNode:
                 self._endpoint.connect(member.id, member.address, key=member.key)
         with self._news:
             self._ranks = {m.name: i for i, m in shards.items()}
-            self._rows.keep(shards)
+            self._queue.keep(shards)
             self._put(self._client.change(epoch.view))
 
     def fail(self, error: CommlibError) -> None:
@@ -242,43 +224,30 @@ class ClientNode:
         told = f"; pushes it last knew of: worker {slowest}" if slowest else ""
         return f"{self._client.owner(key)}, at its clock {self._client.clock(key)}{told}"
 
-    def _name(self, rank: int) -> str:
+    def _shard_at(self, rank: int) -> str:
         return next((name for name, r in self._ranks.items() if r == rank), f"rank {rank}")
 
     def _check(self) -> None:
         if self._error is not None:
             raise type(self._error)(str(self._error)) from self._error
 
-    def _run(self) -> None:
-        try:
-            while not self._ended.is_set():
-                self._take()
-        except CommlibError as e:
-            if not self._ended.is_set():
-                self.fail(e)
-        except Exception as e:  # a mistake of ours: nobody may wait for a thread that is not there
-            _log.exception("worker %d cannot go on", self._endpoint.rank)
-            self.fail(CommlibError(f"worker {self._endpoint.rank} cannot go on: {type(e).__name__}: {e}"))
+    def _lost(self, error: CommlibError) -> None:
+        self.fail(error)
 
-    def _take(self) -> None:
-        """What has come, and what there is room for."""
-        try:
-            frame = self._endpoint.recv(timeout=_SOON_S if self._rows else _SLICE_S)
-            self.received += sum(len(part) for part in frame.parts)
-            for message in unpack(frame.parts):
-                if isinstance(message, Complaint):
-                    raise ProtocolError(f"{self._name(frame.sender)}: {message.why}")
-                with self._news:
-                    self.flights.came(message)
-                    self._put(self._client.handle(message))
-                    self._news.notify_all()
-        except PeerLost as e:  # nothing came; or a shard is gone, and the members will see that
-            if e.rank is not None:
-                _log.debug("worker %d: %s", self._endpoint.rank, e)
+    def _take(self, frame: Frame) -> None:
+        for message in unpack(frame.parts):
+            if isinstance(message, Complaint):
+                raise ProtocolError(f"{self._shard_at(frame.sender)}: {message.why}")
+            with self._news:
+                self.flights.came(message)
+                self._put(self._client.handle(message))
+                self._news.notify_all()
+
+    def _turn(self) -> None:
         with self._news:
-            self._rows.leave()
+            self._queue.leave()
 
     def _put(self, sends: Sequence[Send]) -> None:
         self.flights.leave(sends)
         here = [(self._ranks[to], message) for to, message in sends if isinstance(to, str) and to in self._ranks]
-        self.sent += self._rows.put(*here)
+        self.sent += self._queue.put(*here)

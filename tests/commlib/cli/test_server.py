@@ -146,7 +146,7 @@ def test_status_shows_who_is_there(call: Call) -> None:
         (("status", "--at", "nowhere"), "members meet at HOST:PORT, got 'nowhere'"),
         (
             ("status", "--at", "127.0.0.1:1", "--timeout", "0.5"),
-            "nobody keeps a meeting place at 127.0.0.1:1, for 0.5 s",
+            "no rendezvous server at 127.0.0.1:1 after 0.5 s",
         ),
         (("run", "--at", "127.0.0.1:1", "--restore"), "--restore needs --snapshots FOLDER"),
         (("run", "--at", "127.0.0.1:1", "--snapshots", "x", "--every", "0"), "must be 1 or more, got 0"),

@@ -237,7 +237,7 @@ def test_attach_twice_and_swap_after_detach_are_refused_and_say_what_to_do(fleet
         assert "comm.swap(…)" in again
         assert "comm.detach()" in again
         assert "swap()" in options
-        assert late == "swap: this has been detached; commlib.attach(ddp, …) makes another"
+        assert late == "swap: this state was detached; call commlib.attach(ddp, …) again"
 
 
 # -- swap ---------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ def ended(world: World, folder: str) -> list[bool]:
     try:
         trainer.comm.log_to(f"{folder}/other.jsonl")
     except ValueError as e:
-        twice = "it logs already" in str(e)
+        twice = "a log is running already" in str(e)
     trainer.comm.detach()
     return [twice, not log.running]
 

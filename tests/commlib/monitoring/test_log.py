@@ -288,7 +288,7 @@ def misused(world: World, folder: str) -> None:
     with pytest.raises(LogFailed):
         comm.log_to(f"{folder}/b.jsonl", f"{folder}/none/a.jsonl")
     log = comm.log_to(f"{folder}/run.jsonl")
-    with pytest.raises(ValueError, match="it logs already"):
+    with pytest.raises(ValueError, match="a log is running already"):
         comm.log_to(f"{folder}/run.jsonl")
     log.stop()
     log.stop()

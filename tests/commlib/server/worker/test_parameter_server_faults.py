@@ -118,7 +118,7 @@ def test_no_meeting_place_is_said_with_its_address() -> None:
     with socket.socket() as held:  # nobody else can have this port, and nobody listens there
         held.bind(("127.0.0.1", 0))
         model, optimizer, at = *make(), f"127.0.0.1:{held.getsockname()[1]}"
-        with pytest.raises(commlib.CommlibError, match=f"nobody keeps a meeting place at {re.escape(at)}, for 1 s"):
+        with pytest.raises(commlib.CommlibError, match=f"no rendezvous server at {re.escape(at)} after 1 s"):
             commlib.ParameterServer(model, optimizer, "bsp", at, timeout=1)
 
 

@@ -47,7 +47,7 @@ class Target(Protocol):
         """
 
     def facts(self) -> dict[str, object]:
-        """For the record: ``ranks``, ``hosts`` (None: no lab), ``ranks_per_host``, ``rate`` (as text)."""
+        """Facts for the record: ``ranks``, ``hosts`` (None: no lab), ``ranks_per_host``, ``rate`` (as text)."""
 
 
 class Here:

@@ -73,7 +73,7 @@ class TwoBit(Compressor):
 
 
 def _mean(sizes: Tensor, lengths: Tensor, count: Tensor) -> Tensor:
-    """Of ``count`` values of each row, (rows, 1), the others being zero; no sum on the way is too large."""
+    """Mean of ``count`` values of each row, (rows, 1), the others being zero; no sum on the way is too large."""
     share = (sizes / lengths).sum(1, keepdim=True).clamp(max=_LARGEST)
     mean = share * (lengths / count)
     return torch.where(sizes.amax(1, keepdim=True) <= _LARGEST, mean.clamp(max=_LARGEST), mean.add(torch.inf))

@@ -14,7 +14,8 @@ _YES, _NO = frozenset({"1", "true", "yes", "on"}), frozenset({"", "0", "false", 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """For ``init_process_group("zmq", pg_options=…)``; later groups of the process are made like the default one.
+    """Options for ``init_process_group("zmq", pg_options=…)``; later groups of the process are made like the default
+    one.
 
     Args:
         host: the interface to use, by its name or its address. Default: ``$COMMLIB_HOST``; else loopback, if all ranks

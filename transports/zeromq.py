@@ -200,7 +200,7 @@ class ZeroMQ(Endpoint):
 
 
 class _Leaving:
-    """Of the parts that were not copied."""
+    """Parts of a frame that were not copied, until they have left."""
 
     def __init__(self, trackers: Sequence[zmq.MessageTracker]) -> None:
         self._trackers = trackers

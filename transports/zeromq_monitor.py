@@ -21,7 +21,7 @@ _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 class Watch:
-    """Over the sockets that send. :meth:`look` is for one thread at a time."""
+    """Watch over the sockets that send. :meth:`look` is for one thread at a time."""
 
     def __init__(self) -> None:
         self._monitors: dict[int, tuple[zmq.Socket[Any], zmq.Socket[Any]]] = {}  # (way, what it tells)

@@ -180,7 +180,7 @@ class ChaosRun:
             seen.take(pipe)
 
     def _until(self, step: int) -> None:
-        """Until some worker has come so far."""
+        """Wait until some worker has come so far."""
         end = time.monotonic() + DEADLINE
         while not any(seen.pushed >= step or seen.values is not None for *_, seen in self._workers):
             assert time.monotonic() < end, f"nobody comes to step {step}: {self._told()}"

@@ -67,7 +67,7 @@ class Gate(Generic[R]):
 
 
 def stand_still(gate: Path | None) -> None:
-    """From inside a rank: wait until all ranks have come here; None (no parent) makes it a barrier.
+    """Wait, inside a rank, until all ranks have come here; None (no parent) makes it a barrier.
 
     ``gate`` is :attr:`Gate.path`. A rank waits no longer than its parent lives, and the parent ends all ranks
     when one of them fails.

@@ -1,4 +1,4 @@
-"""From visits to rows: bytes and seconds a step, a rank. Pure."""
+"""Rows from the trials: bytes and seconds a step, a rank. Pure."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def _kill(lab: Lab, ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _wait_for_one(processes: Sequence[subprocess.Popen[bytes]], timeout: float | None) -> None:
-    """Until one of them has ended; no polling."""
+    """Wait until one of them has ended; no polling."""
     with _pidfds(processes) as fds:
         wait(fds, timeout)
 

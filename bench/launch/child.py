@@ -37,7 +37,7 @@ _parent: Connection | None = None
 
 
 def tell(message: object) -> bool:
-    """From inside a rank: hand a message to the parent's ``on_message``; False if there is no such parent."""
+    """Hand a message from inside a rank to the parent's ``on_message``; False if there is no such parent."""
     if _parent is None:
         return False
     _parent.send(("message", message))

@@ -80,7 +80,7 @@ def _summed(its: Sequence[Row], line: object) -> dict[str, object]:
 
 
 def _bus_at(its: Sequence[Row], size: int) -> float | None:
-    """Of the row whose bytes are those, or just above for being rounded up."""
+    """Bus bandwidth of the row whose bytes are those, or just above for being rounded up."""
     return next((_number(r, "bus_gbit_s") for r in its if size <= _number(r, "bytes") <= 1.01 * size), None)
 
 

@@ -202,7 +202,7 @@ class Bench:
         return time.perf_counter() - start
 
     def slowest(self, seconds: Sequence[float]) -> list[float]:
-        """Of every figure the largest any rank has: the same on all."""
+        """Largest of every figure that any rank has: the same on all."""
         figures = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=self.group)
         return [float(x) for x in figures.cpu()]

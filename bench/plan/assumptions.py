@@ -42,7 +42,7 @@ class Assumptions:
 
     @property
     def latency_s(self) -> float:
-        """Of one message, seconds."""
+        """Latency of one message, seconds."""
         return self.latency_us * 1e-6
 
     def compute_s(self, flops: float) -> float:
@@ -50,7 +50,7 @@ class Assumptions:
         return flops / (self.tflops * 1e12)
 
     def words(self) -> str:
-        """In a line."""
+        """Assumptions in a line of words."""
         return f"{self.gbit:g} Gbit/s, {self.latency_us:g} µs, {self.tflops:g} TFLOP/s, batch {self.batch}"
 
 

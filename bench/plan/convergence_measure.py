@@ -55,7 +55,7 @@ class Data:
                 yield self.x[chosen], self.y[chosen]
 
     def accuracy(self, values: list[Tensor]) -> float:
-        """Of a model, whose values have a first dimension of 1."""
+        """Accuracy of a model, whose values have a first dimension of 1."""
         return float((logits(values, self.u[None]).argmax(-1)[0] == self.v).float().mean())
 
 
@@ -68,7 +68,7 @@ def logits(values: list[Tensor], x: Tensor) -> Tensor:
 
 
 def gradients(values: list[Tensor], x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-    """Of every model's own mean loss."""
+    """Gradients of every model's own mean loss."""
     with torch.enable_grad():
         leaves = [v.detach().requires_grad_() for v in values]
         found = logits(leaves, x)
@@ -77,7 +77,7 @@ def gradients(values: list[Tensor], x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
 
 
 def first_values(seed: int) -> list[Tensor]:
-    """Of one model, with a first dimension of 1."""
+    """First values of one model, with a first dimension of 1."""
     torch.manual_seed(seed)
     return [p.detach()[None].clone() for p in mlp(WIDTH).parameters()]
 

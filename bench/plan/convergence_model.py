@@ -177,7 +177,7 @@ def crossover(table: Table, algorithm: str, ranks: int, tau: int, accuracy: floa
 
 @functools.lru_cache(maxsize=256)
 def _served_s(algorithm: str, ranks: int, tau: int, meeting: float) -> float:
-    """Of a clock, where a step is 1."""
+    """Seconds of a clock, where a step is 1."""
     rule, uneven = consistency(algorithm, tau), random.Random(0)
     run = simulate(rule, ranks, _STEPS, lambda _, __: uneven.uniform(0.75, 1.25), travel=lambda: meeting / 2)
     return run.seconds / _STEPS * rule.push_every

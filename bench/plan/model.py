@@ -63,7 +63,7 @@ class LayeredModel:
 
     @property
     def flops(self) -> int:
-        """Of the forward pass of one example."""
+        """FLOPs of the forward pass of one example."""
         return sum(x.flops for x in self.layers)
 
     @property

@@ -154,7 +154,7 @@ def crossover(layer: ModelLayer, ranks: int) -> float:
 
 
 def _weight_gradient_s(layer: ModelLayer, setting: Assumptions) -> float:
-    """From a rank's own rows: as many FLOPs as the forward pass."""
+    """Seconds of the weight's gradient from a rank's own rows: as many FLOPs as the forward pass."""
     return setting.compute_s(layer.flops * setting.batch)
 
 
@@ -170,7 +170,8 @@ def _owners(layer: ModelLayer, setting: Assumptions, link: Link) -> Candidate:
 
 
 def _adam(layer: ModelLayer, setting: Assumptions, link: Link) -> Candidate:
-    """At the owner: all others' rows come in, and only then can the matrix go out, so both directions add up."""
+    """Seconds at the owner: all others' rows come in, and only then can the matrix go out, so both directions add
+    up."""
     shape = volume.FactorableShape(layer.inputs, layer.outputs, layer.rows * setting.batch, link.world, link.world)
     seconds = 2 * setting.latency_s + link.all_gather.beta * BYTES * volume.adam_colocated(shape)
     local = _weight_gradient_s(layer, setting)

@@ -67,7 +67,8 @@ class Question:
         model: LayeredModel | None,
         setting: Assumptions,
     ) -> Question:
-        """From options: C and S as given, or as a model and a link make them; else C is 1 s, and S of all sizes.
+        """Make a question from options: C and S as given, or as a model and a link make them; else C is 1 s, and S of
+        all sizes.
 
         Raises:
             ValueError: as above; or several numbers of ranks.

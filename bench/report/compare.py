@@ -123,7 +123,7 @@ def ratios(key: tuple[str, Key], a: Sequence[Row], b: Sequence[Row]) -> Row:
 
 
 def median(rows: Sequence[Row], figure: str) -> float | None:
-    """Of the positive numbers that rows have for a figure; None if there are none."""
+    """Median of the positive numbers that rows have for a figure; None if there are none."""
     values = [v for r in rows if (v := positive(r.get(figure))) is not None]
     return statistics.median(values) if values else None
 

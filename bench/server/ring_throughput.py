@@ -32,7 +32,7 @@ _IDLE = (3, 4)
 
 @dataclasses.dataclass(frozen=True)
 class Ticks:
-    """Of all cores since the machine was started.
+    """Ticks of all cores since the machine was started.
 
     Attributes:
         busy: all but idle and waiting for disks; what a virtual machine's host took away is busy too.
@@ -53,7 +53,7 @@ def ticks() -> Ticks | None:
 
 
 def parse(line: str) -> Ticks | None:
-    """Of the first line of /proc/stat; None if it is not what Linux writes there.
+    """Ticks from the first line of /proc/stat; None if it is not what Linux writes there.
 
     >>> parse("cpu  30 0 20 940 10 0 0 0 0 0")
     Ticks(busy=50, all=1000)
@@ -66,7 +66,7 @@ def parse(line: str) -> Ticks | None:
 
 
 def busy_share(before: Ticks | None, after: Ticks | None) -> float | None:
-    """Of the cores, between two looks; None where one is missing, or no tick has gone by."""
+    """Share of the cores that was busy between two looks; None where one is missing, or no tick has gone by."""
     if before is None or after is None or after.all <= before.all:
         return None
     # Waiting for disks may be counted back (proc(5)), so a share could come out of its bounds by a tick.
@@ -187,7 +187,7 @@ class _Neighbours:
         return address, self._listener.getsockname()[1]
 
     def connect(self, addresses: Sequence[tuple[str, int]]) -> None:
-        """Once all listen."""
+        """Connect to the neighbours once all listen."""
         address, port = addresses[self._next]
         try:
             to = socket.create_connection((address, port), self._patience)

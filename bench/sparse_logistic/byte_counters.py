@@ -42,11 +42,11 @@ Counted = OverTcp | InThreads
 
 
 def nbytes(buffers: Sequence[Buffer]) -> int:
-    """Of all of them."""
+    """Bytes of all parts."""
     return sum(memoryview(b).nbytes for b in buffers)
 
 
 def connect(endpoint: Endpoint, addresses: Sequence[str], peers: Sequence[int]) -> None:
-    """To each of these peers; addresses by rank."""
+    """Connect to each of these peers; addresses by rank."""
     for peer in peers:
         endpoint.connect(peer, addresses[peer])

@@ -43,7 +43,7 @@ class Active:
         self.mask = torch.ones(size, dtype=torch.bool)
 
     def decide(self, keys: Tensor, w: Tensor, g: Tensor) -> None:
-        """From a block's weights before the step, (n,), and the gradient of all workers together, float64 (n,).
+        """Decide from a block's weights before the step, (n,), and the gradient of all workers together, float64 (n,).
 
         Inactive becomes what is 0 with |g| < λ - θ; the others count for the pass's largest violation.
         """

@@ -55,7 +55,7 @@ class Message(NamedTuple):
 
 
 class Line:
-    """To and from one peer, for one thread.
+    """Line to and from one peer, for one thread.
 
     Args:
         endpoint: of this rank, connected to the peer.

@@ -42,13 +42,13 @@ def reach_after(old: Tensor, new: Tensor) -> Tensor:
 
 
 def violation(w: Tensor, g: Tensor, l1: float) -> float:
-    """By how much |g| is beyond λ at most, over weights that are 0; 0.0 if nowhere."""
+    """Amount by which |g| is beyond λ at most, over weights that are 0; 0.0 if nowhere."""
     beyond = (g.abs() - l1)[w == 0]
     return max(0.0, float(beyond.max())) if beyond.numel() else 0.0
 
 
 def relative_change(before: float, now: float) -> float:
-    """Of an objective from pass to pass, against what it was; NaN never counts as small."""
+    """Change of an objective from pass to pass, against what it was; NaN never counts as small."""
     if before == now:
         return 0.0
     return abs(before - now) / abs(before) if before and math.isfinite(before) else math.inf

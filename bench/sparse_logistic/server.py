@@ -83,7 +83,7 @@ class Server:
         self._began = time.monotonic()
 
     def run(self) -> Served:
-        """Until the end.
+        """Serve until the end.
 
         Raises:
             PeerLost: a rank is missing; it is named.
@@ -126,7 +126,8 @@ class Server:
             self._lines[worker].send(Kind.PULL, task, self._weights(keys[self._active.mask[keys]]))
 
     def _weights(self, keys: Tensor) -> list[Content]:
-        """Of active keys, those that are 0, and the others: so 0 stays exactly that in whatever code of values."""
+        """Weights of active keys, those that are 0, and the others: so 0 stays exactly that in whatever code of
+        values."""
         w = self._w[keys]
         return [Content(keys[chosen], w[chosen]) for chosen in (w == 0, w != 0)]
 

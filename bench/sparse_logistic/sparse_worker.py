@@ -69,14 +69,14 @@ class ExampleShard:
         self._margins.index_add_(0, row, x * (new - old)[new != old][column])
 
     def loss(self) -> float:
-        """Of these examples, summed, at the weights that this worker knows."""
+        """Loss of these examples, summed, at the weights that this worker knows."""
         return rows.loss(self._y, self._margins)
 
     def _places(self, keys: Tensor) -> Tensor:
         return torch.searchsorted(self.keys, keys)
 
     def _entries(self, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of columns, their entries one behind the other: (which of the columns, row, value)."""
+        """Entries of columns, one behind the other: (which of the columns, row, value)."""
         counts = self._starts[places + 1] - self._starts[places]
         column = torch.repeat_interleave(torch.arange(places.numel()), counts)
         before = counts.cumsum(0) - counts

@@ -54,7 +54,7 @@ class Worker:
         self._all_active()
 
     def run(self) -> Worked:
-        """Until the end.
+        """Work until the end.
 
         Raises:
             PeerLost: a server is missing; it is named.
@@ -81,7 +81,7 @@ class Worker:
         return Worked(sent, sum(line.asked for line in self._lines.values()))
 
     def _all_active(self) -> None:
-        """Of all that occur here."""
+        """Make all weights active that occur here."""
         for s in range(self._plan.servers):
             for b in range(self._plan.blocks):
                 self._active[s, b] = self._shard.between(*self._plan.slice(s, b))

@@ -48,7 +48,7 @@ def evaluate(
 
 @torch.no_grad()
 def accuracy(model: nn.Module, task: Task, rows: int) -> float:
-    """In percent, of the first so many test examples; of this rank alone."""
+    """Accuracy in percent, of the first so many test examples; of this rank alone."""
     x, y = (t[:rows] for t in task.test)
     model.eval()
     hits = int((model(x).argmax(-1) == y).sum())

@@ -60,7 +60,7 @@ def table(runs: Runs) -> Table:
 
 
 class Curve:
-    """Of one run, on one rank. :meth:`look` is collective.
+    """Loss curve of one run, on one rank. :meth:`look` is collective.
 
     Args:
         every: steps between two looks; None: only the clock is of use.

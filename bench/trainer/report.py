@@ -27,7 +27,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """From at least one value."""
+        """Spread of at least one value."""
         return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
 
     def show(self, digits: int) -> str:

@@ -30,7 +30,7 @@ class RunTraffic:
 
     @classmethod
     def of(cls, stats: Any, model: nn.Module, steps: int) -> RunTraffic:
-        """From what ``comm.stats()`` says of a model's layers after so many steps."""
+        """Read totals from what ``comm.stats()`` says of a model's layers after so many steps."""
         sizes = {name: p.numel() for name, p in model.named_parameters()}
         big = [layer for name, layer in stats.layers.items() if sizes[name] >= BIG_LAYER]
         return cls(

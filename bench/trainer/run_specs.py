@@ -40,7 +40,7 @@ class LocalSpec:
 
     @staticmethod
     def of(text: str) -> LocalSpec:
-        """From what was written.
+        """Read what was written after ``--local``.
 
         Raises:
             ValueError: it cannot be read; or there is no such rule or codec.
@@ -86,7 +86,7 @@ class ServerSpec:
 
     @staticmethod
     def of(text: str) -> ServerSpec:
-        """From what was written.
+        """Read what was written after ``--server``.
 
         Raises:
             ValueError: it cannot be read; or there is no such rule, codec or filter.

@@ -30,7 +30,7 @@ MOST_DELIVERED = 1.5
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """Of one visit. None: not looked at, as the model is real, or simulated.
+    """Evidence of one trial. None: not looked at, as the model is real, or simulated.
 
     Args:
         apart: largest difference between two ranks, relative to the size of what was compared.

@@ -20,7 +20,7 @@ _TRIALS = 60  # steps of the baseline's length, in which a bandwidth manager may
 
 @dataclasses.dataclass(frozen=True)
 class TrainingTrial:
-    """A contender's turn."""
+    """Turn of one configuration."""
 
     round: int
     name: str

@@ -51,7 +51,7 @@ class Content:
     notes: tuple[object, ...] = ()
 
     def push(self, note: object) -> Content:
-        """With one more note."""
+        """Content with one more note."""
         return dataclasses.replace(self, notes=(*self.notes, note))
 
     def pop(self) -> tuple[object, Content]:
@@ -145,7 +145,7 @@ class Filter(ABC):
 
     @abstractmethod
     def sender(self, size: int, seed: int) -> Sending:
-        """To one peer whose keys are 0 … size-1; what it draws at random follows from the seed."""
+        """Sender to one peer whose keys are 0 … size-1; what it draws at random follows from the seed."""
 
     @abstractmethod
     def receiver(self, size: int) -> Receiving:
@@ -185,7 +185,8 @@ class Chain:
         return _ChainSending(size, [f.sender(size, s) for f, s in zip(self.filters, seeds, strict=True)])
 
     def receiver(self, size: int) -> Receiving:
-        """From one peer: whatever comes, it gives sound content with the notes it had before, or ProtocolError."""
+        """Receiver from one peer: whatever comes, it gives sound content with the notes it had before, or
+        ProtocolError."""
         return _ChainReceiving(size, [f.receiver(size) for f in self.filters], str(self))
 
     def __str__(self) -> str:

@@ -213,7 +213,7 @@ class BucketPlanner:
         return self._steps.count >= self._dense_steps
 
     def row_seeds(self, layer: str, /) -> Seeds:
-        """Of a linear layer's codec, for the rows of the step under way."""
+        """Seeds of a linear layer's codec, for the rows of the step under way."""
         self._steps.settle()
         return Seeds(self._seed, self._steps.count, layer)
 
@@ -235,7 +235,8 @@ class BucketPlanner:
             self._arenas[item.spec.name, item.part.index] = item.arena
 
     def _own(self, layer: str, part: int) -> tuple[StepBuffers, Meter]:
-        """Of a part, for good: threads may be at work on several parts of a layer, and a meter is one thread's."""
+        """Buffers and meter of a part, for good: threads may be at work on several parts of a layer, and a meter is one
+        thread's."""
         if (layer, part) not in self._parts:
             whole = self.meters[layer]
             self._parts[layer, part] = Meter.of_all(whole.device, [(whole, 1)])

@@ -31,7 +31,7 @@ class CopiedState:
 
 
 def nobody() -> CopiedState:
-    """Of a copy or pickle."""
+    """Make the state of a copy or pickle."""
     return CopiedState()
 
 

@@ -59,7 +59,7 @@ class AttachConfig:
         *,
         idle: bool = False,
     ) -> AttachConfig:
-        """For a model.
+        """Read a user's rules for a model.
 
         Args:
             module: the DDP model, or the one inside.

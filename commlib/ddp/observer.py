@@ -122,7 +122,7 @@ class PassiveObserver:
 
     @property
     def trace(self) -> Trace:
-        """In which exchanges are recorded; as :meth:`watch`."""
+        """Trace in which exchanges are recorded; as :meth:`watch`."""
         return self._trace
 
     @trace.setter

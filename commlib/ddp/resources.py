@@ -28,7 +28,7 @@ from commlib.telemetry.stats import Meter
 
 
 class Resources:
-    """Of one attached model.
+    """Process groups, sequencer, rate limiter, taps, servers and manager of one attached model.
 
     Args:
         group: the model's process group.
@@ -93,7 +93,7 @@ class Resources:
         key: str,
         meters: Mapping[str, Meter],
     ) -> None:
-        """From the next step on this plan is in force. Collective, between two steps.
+        """Put a plan into force from the next step on. Collective, between two steps.
 
         Args:
             owner: of the wiring; but it does not keep it alive.

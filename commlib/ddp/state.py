@@ -258,7 +258,7 @@ class HookState:
         return self._monitor.start(targets, every)
 
     def swap(self, compressor: Rules | Policy | Plan) -> None:
-        """From the next step on gradients travel otherwise. Collective; between two steps, after the same one on all.
+        """Change the routes from the next step on. Collective; between two steps, after the same one on all.
 
         What layers hold back stays with them: a codec with error feedback takes it over, and by any other route it goes
         out with the next step. A momentum or a basis that only the old codec could read is dropped. The step count goes
@@ -288,7 +288,8 @@ class HookState:
         self._hook_if_needed()
 
     def detach(self) -> None:
-        """From the next backward pass on DDP exchanges by itself. Collective, between two steps; again: nothing.
+        """Give the model back to DDP, from the next backward pass on. Collective, between two steps; a second call does
+        nothing.
 
         Plan, residuals and statistics stay readable here; :meth:`state_dict` can be loaded by what is attached next.
         What is held back is not sent (a warning is logged): ``swap("none")`` and one more step before would send it.
@@ -475,7 +476,7 @@ class HookState:
             raise self._sequencer.give_up(PeerLost(f"{what}: another rank has given up; {found}"))
 
     def _review(self) -> None:
-        """Between two steps: routes may change now. (A rank that has joined comes here once it has issued its part.)"""
+        """Let routes change between two steps. (A rank that has joined comes here once it has issued its part.)"""
         if self._steps.complete:
             self._replan()
             self._monitor.exchanged(self._steps.count, joined=self._shadow, meanwhile=self._meanwhile)

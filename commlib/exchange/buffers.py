@@ -45,7 +45,7 @@ class StepBuffers:
         return self._put(scratch.zeros((n,), torch.uint8, device)) if found is None else found
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Of any content."""
+        """Tensor of any content."""
         found = self._take(shape, dtype, device)
         return self._put(scratch.zeros(shape, dtype, device)) if found is None else found
 
@@ -87,7 +87,7 @@ class Packing:
         return [buffer[o : o + n] for o, n in zip(self.offsets, self.lengths, strict=True)]
 
     def columns(self, buffer: Tensor, count: int) -> list[Tensor]:
-        """For each payload all ranks', shape (count, length), as views of ``count`` such buffers in a row."""
+        """Payloads of all ranks, shape (count, length) for each, as views of ``count`` such buffers in a row."""
         # rows of no bytes would begin anywhere
         whole = buffer.view(count, self.total) if self.total else buffer.new_empty(count, _ALIGN)
         return [whole[:, o : o + n] for o, n in zip(self.offsets, self.lengths, strict=True)]

@@ -45,7 +45,7 @@ def in_parts(routes: Routes, own: Own) -> list[Routes]:
 
 
 def count(exchange: str, item: LayerTask) -> int:
-    """In how many parts it travels."""
+    """Number of chunks in which a layer travels."""
     if item.grad.nbytes < 2 * SIZE or exchange not in _CUT:
         return 1
     rows = item.codec.part_rows(item.spec)

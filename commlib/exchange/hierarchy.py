@@ -38,7 +38,7 @@ class RankPlace:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> RankPlace:
-        """From environment variables.
+        """Read a rank's place from environment variables.
 
         Raises:
             ValueError: one is missing or no whole number ≥ 0.
@@ -85,7 +85,7 @@ class Hierarchy:
 
     @property
     def node(self) -> int:
-        """Of this rank."""
+        """Index of the node that this rank is on."""
         return next(n for n, ranks in enumerate(self.nodes) if self.rank in ranks)
 
     @property
@@ -138,7 +138,7 @@ def share(route: Routed, spec: LayerSpec, world: World, hierarchy: Hierarchy | N
 
 
 def of_places(places: Sequence[RankPlace], rank: int, *, whole: bool) -> Hierarchy:
-    """From where the ranks of a group are.
+    """Make the hierarchy of ranks that are at these places.
 
     Args:
         places: one a rank.
@@ -176,7 +176,7 @@ def of_places(places: Sequence[RankPlace], rank: int, *, whole: bool) -> Hierarc
 
 
 def of_mesh(mesh: Sequence[Sequence[int]], members: Sequence[int], rank: int) -> Hierarchy:
-    """From a table of global ranks, a row a node.
+    """Make a hierarchy from a table of global ranks, a row a node.
 
     Args:
         mesh: the table; rows are equally long.

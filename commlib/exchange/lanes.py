@@ -63,7 +63,7 @@ class Siblings:
 
 
 def scopes(exchanges: Collection[str], hierarchy: Hierarchy | None) -> list[tuple[Scope, ...]]:
-    """For each round of a bucket, which ranks its collectives may be of.
+    """Scopes for each round of a bucket: which ranks its collectives may be of.
 
     Under a hierarchy the first is local, as many follow between nodes as the bucket's routes have, and the one after
     these is local again: in any round but the first two it may be either. What goes flat is of all ranks from the first

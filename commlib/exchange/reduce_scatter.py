@@ -107,7 +107,7 @@ class ReduceScatterLayout:
 
     @classmethod
     def of(cls, specs: Sequence[LayerSpec], world: int) -> ReduceScatterLayout:
-        """Of these layers, in this order."""
+        """Make the layout of these layers, in this order."""
         ends = list(accumulate((chunks(spec, world)[0].spec.numel for spec in specs), initial=0))
         return cls(tuple(ends[:-1]), ends[-1])
 
@@ -120,7 +120,7 @@ def _layout(layers: Sequence[tuple[Compressor, LayerSpec]], world: int) -> tuple
 
 
 def _work(item: LayerTask, x: Tensor) -> Tensor:
-    """In the dtype that the codec works on."""
+    """Values in the dtype that the codec works on."""
     return x if x.dtype == torch.float32 or item.codec.lossless else _room(item, x).copy_(x)
 
 

@@ -60,7 +60,7 @@ from commlib.telemetry.trace import NONE, Trace
 
 
 class GroupTable:
-    """For each round, scope → process group.
+    """Process groups for each round, by scope.
 
     Args:
         groups: to begin with.
@@ -288,7 +288,8 @@ class Sequencer:
             trip.came(collective, start)
 
     def _ended(self, trip: InFlightBucket, done: Any) -> None:
-        """In the backend's thread: its only collective is through. (The work has not ended: no waiting for that.)"""
+        """Complete a bucket, in the backend's thread: its only collective is through. (The work has not ended: no
+        waiting for that.)"""
         try:
             done.value()
         except Exception as e:  # to ask who is lost takes time, which a callback has not; lanes may be closed

@@ -186,7 +186,7 @@ class ThrottledWork:
         self._error: BaseException | None = None
 
     def wait(self) -> None:
-        """Until it is through; raises what went wrong. The valve's thread ends it, by the group's deadline."""
+        """Wait until it is through, raising what went wrong. The valve's thread ends it, by the group's deadline."""
         self._done.wait()
         if self._error is not None:
             raise self._error
@@ -239,7 +239,7 @@ class ThrottledGroup:
                 thread.jobs.put(None)
 
     def join(self, timeout: float) -> None:
-        """Until the thread that was closed has ended, or so many seconds have passed."""
+        """Wait until the thread that was closed has ended, or so many seconds have passed."""
         if self._old is not None:
             self._old.join(timeout)
 

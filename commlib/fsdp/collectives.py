@@ -75,7 +75,7 @@ class ReplicaGroup:
         self._traffic, self._unit, self._group = traffic, unit, group
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> None:
-        """Of one tensor: this rank's shard. Through when it returns, so there is no work to wait for."""
+        """All-reduce a tensor: this rank's shard. Through when it returns, so there is no work to wait for."""
         if self._traffic.plain(self._unit):
             self._traffic.own(
                 self._unit, "gradients", lambda: self._group.allreduce(tensors, opts).wait(), between=True

@@ -44,7 +44,7 @@ _MEAN, _SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 
 
 class FsdpCommunicator:
-    """Of one model.
+    """Communication of one FSDP2 model: gradients to owners, values from them, and the verdict on a step.
 
     Args:
         units: of it.
@@ -177,7 +177,7 @@ class FsdpCommunicator:
             raise self._sequencer.give_up(lost) from e
 
     def codec_of(self, name: str) -> str:
-        """By which a parameter's values come, as text; empty: as they are."""
+        """Codec by which a parameter's values come, as text; empty: as they are."""
         return str(self._codecs.get(name, ""))
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from commlib.telemetry.stats import Meter
 
 
 class GradientReducer:
-    """Of one model.
+    """Exchanges of the gradients of one FSDP2 model.
 
     Args:
         plan: for gradients.
@@ -77,7 +77,7 @@ class GradientReducer:
         return planned.route if codec is planned.route.codec else Route(planned.route.exchange, codec)
 
     def for_owners(self, unit: ParamGroup, table: Tensor) -> list[LayerTask]:
-        """Of all layers of a unit, (P, n); what earlier routes have held back is added to the table.
+        """Tasks of all layers of a unit, (P, n); what earlier routes have held back is added to the table.
 
         Raises:
             CommlibError: a parameter has a gradient that had none when commlib was attached.
@@ -112,7 +112,7 @@ class GradientReducer:
         return items
 
     def for_replicas(self, unit: ParamGroup, flat: Tensor, replicas: Replicas) -> dict[str, list[LayerTask]]:
-        """Of this rank's rows of all layers of a unit, (n,): exchange → the layers that go by it.
+        """Tasks of this rank's rows of all layers of a unit, (n,): exchange → the layers that go by it.
 
         Raises:
             CommlibError: as :meth:`for_owners`.

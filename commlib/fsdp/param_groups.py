@@ -95,7 +95,8 @@ class ParamGroup:
         return lambda: self.module.set_custom_all_gather(before)
 
     def gathered(self) -> list[LayerSpec]:
-        """Of every parameter, this rank's padded chunk as an all-gather has it, in order; dtype as in a pass."""
+        """Chunks of every parameter that this rank has, padded as an all-gather has them, in order; dtype as in a
+        pass."""
         cast = self.inner.mp_policy.param_dtype
         return [
             LayerSpec(name, tuple(p.padded_sharded_param_size), cast or p.sharded_param.dtype, self.inner.device)
@@ -103,7 +104,7 @@ class ParamGroup:
         ]
 
     def _with_gradient(self) -> Iterator[str]:
-        """By the rules of ``FSDPParamGroup.post_backward``."""
+        """Parameters that have a gradient, by the rules of ``FSDPParamGroup.post_backward``."""
         all_of_them = getattr(self.inner, "reduce_scatter_unused_params", False)
         for name, p in zip(self.names, self.inner.fsdp_params, strict=True):
             if not hasattr(p, "_unsharded_param"):

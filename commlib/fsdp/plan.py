@@ -31,7 +31,7 @@ class Replicas(Hierarchy):
 
     @classmethod
     def of(cls, shard: World, replicate: World) -> Replicas:
-        """From a rank's place in both dimensions of the mesh."""
+        """Make the hierarchy of a rank's place in both dimensions of the mesh."""
         rows = range(replicate.size)
         nodes = tuple(tuple(range(r * shard.size, (r + 1) * shard.size)) for r in rows)
         return cls(nodes, replicate.rank * shard.size + shard.rank)

@@ -145,7 +145,7 @@ class ElasticAveraging:
 
     @property
     def bytes_sent(self) -> int:
-        """By this worker."""
+        """Bytes that this worker has sent."""
         return self._server.sent
 
     def close(self) -> None:

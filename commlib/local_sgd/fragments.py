@@ -67,7 +67,7 @@ class ParameterBlock:
         return [part for _, part in self.views(self.delta)]
 
     def parameters(self) -> list[nn.Parameter]:
-        """In the same order."""
+        """Parameters of the block, in the same order."""
         return list(self.members.values())
 
     def views(self, row: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -210,7 +210,7 @@ class Fragment:
         return {"values": named, "left": self.left, "lands": self.lands, "exchange": self.state.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As it was.
+        """Take over a state that :meth:`state_dict` gave.
 
         Raises:
             CheckpointMismatch: it is of other parameters.
@@ -237,7 +237,7 @@ class Fragment:
 
 
 def cut(parameters: Mapping[str, nn.Parameter], fragments: int) -> list[dict[str, nn.Parameter]]:
-    """In their order, of about as many bytes each, none empty; what belongs to one module stays together.
+    """Cut parameters, in their order, into fragments of about as many bytes each, none empty; a module's stay together.
 
     Raises:
         ValueError: there are fewer modules than fragments.

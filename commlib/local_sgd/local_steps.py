@@ -215,7 +215,7 @@ class LocalSteps:
 
     @property
     def pace(self) -> str:
-        """In words: when ranks meet, why, and what that gains by SparkNet's model."""
+        """Words that say when ranks meet, why, and what that gains by SparkNet's model."""
         return str(self._pace)
 
     @property
@@ -225,7 +225,7 @@ class LocalSteps:
 
     @property
     def bytes_sent(self) -> int:
-        """By this rank, in all meetings."""
+        """Bytes that this rank has sent in all meetings."""
         return round(sum(s.wire_bytes for s in self.stats))
 
     def state_dict(self) -> dict[str, Any]:
@@ -280,7 +280,7 @@ class LocalSteps:
 
     @torch.no_grad()
     def _land(self, now: int | None) -> bool:
-        """Of what is under way, what lands after this step, or (None) all; whether there was any."""
+        """Apply what lands after this step, or (None) all that is under way; whether there was any."""
         there = [f for f in self._fragments if f.lands is not None and (now is None or f.lands <= now)]
         fit = [fragment.land(self._mix if now is not None else 0.0) for fragment in there]
         self.meetings += len(there)

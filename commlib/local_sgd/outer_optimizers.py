@@ -231,7 +231,8 @@ RULES: Mapping[str, type[OuterOptimizer]] = {
 
 
 def make(spec: str | OuterOptimizer) -> OuterOptimizer:
-    """From ``average``, ``bmuf:0.9``, ``diloco:rate=0.7,momentum=0.9``, ``sparseloco``, ``elastic:alpha=0.1``.
+    """Make a rule from ``average``, ``bmuf:0.9``, ``diloco:rate=0.7,momentum=0.9``, ``sparseloco``,
+    ``elastic:alpha=0.1``.
 
     Raises:
         ValueError: an unknown rule or option, or a value out of range.

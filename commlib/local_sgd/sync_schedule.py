@@ -46,7 +46,7 @@ def meeting_share(step_s: float, meeting_s: float, tau: int) -> float:
 
 
 def naive_speedup(step_s: float, meeting_s: float, ranks: int) -> float:
-    """Of parallel SGD, whose batch is divided among the ranks, and which meets in every step, over one rank.
+    """Speed-up over one rank of parallel SGD, whose batch is divided among the ranks, and which meets in every step.
 
     C/(C/K + S): the paper's bound, in which batches cannot be divided below what a device does at full speed.
 
@@ -58,7 +58,7 @@ def naive_speedup(step_s: float, meeting_s: float, ranks: int) -> float:
 
 
 def at_most(step_s: float, meeting_s: float, tau: int, ranks: int) -> float:
-    """Of local steps over one rank, if τ steps of each of K ranks were worth Kτ of one: K·τC/(τC + S).
+    """Speed-up of local steps over one rank, if τ steps of each of K ranks were worth Kτ of one: K·τC/(τC + S).
 
     Raises:
         ValueError: a number out of range.
@@ -68,7 +68,7 @@ def at_most(step_s: float, meeting_s: float, tau: int, ranks: int) -> float:
 
 
 def speedup(step_s: float, meeting_s: float, tau: int, serial_steps: float, meetings: float) -> float:
-    """Of local steps over one rank: N_a·C / ((τC + S)·M_a), to the same accuracy a.
+    """Speed-up of local steps over one rank: N_a·C / ((τC + S)·M_a), to the same accuracy a.
 
     (The paper's figure 3 is captioned with the inverse, τM_a/N_a.)
 
@@ -202,11 +202,11 @@ class SyncSchedule:
         return {"tau": self.tau, "since": self.since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As it was."""
+        """Take over a state that :meth:`state_dict` gave."""
         self.tau, self.since = state["tau"], state["since"]
 
     def __str__(self) -> str:
-        """With SparkNet's model of what it gains (ICLR 2016, section 2.3), once it is measured."""
+        """Schedule in words, with SparkNet's model of what it gains (ICLR 2016, section 2.3), once it is measured."""
         if self.figures is None:
             return f"a meeting after every {self.tau} steps" + (", not measured yet" if self.auto else "")
         c, s, k = self.figures.step_s, self.figures.meeting_s, self._ranks

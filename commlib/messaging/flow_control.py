@@ -39,7 +39,7 @@ def cost_of(nbytes: int) -> int:
 
 
 class CreditSender:
-    """Of frames to one peer.
+    """Credit for frames to one peer.
 
     Args:
         window: bytes.
@@ -77,7 +77,7 @@ class CreditSender:
 
 
 class CreditReceiver:
-    """Of a peer's frames.
+    """Credit for a peer's frames.
 
     Args:
         window: the sender's, bytes.

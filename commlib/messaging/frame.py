@@ -123,7 +123,7 @@ class Frame(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of all parts."""
+        """Bytes of all parts."""
         return sum(memoryview(p).nbytes for p in self.parts)
 
 

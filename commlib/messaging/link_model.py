@@ -31,7 +31,7 @@ class AlphaBeta:
                 raise ValueError(f"{name} of a link must be a number ≥ 0, got {getattr(self, name)!r}")
 
     def seconds(self, sent: float) -> float:
-        """Of a collective in which each rank sends so many bytes."""
+        """Seconds of a collective in which each rank sends so many bytes."""
         return self.alpha + self.beta * sent
 
     def slower(self, factor: float) -> AlphaBeta:
@@ -71,7 +71,7 @@ class Link:
 
     @classmethod
     def ring(cls, world: int, gbit_s: float, latency_s: float) -> Link:
-        """Of rings on full-duplex lines.
+        """Make the link of rings on full-duplex lines.
 
         Args:
             world: P.
@@ -91,14 +91,14 @@ class Link:
         return cls(world, AlphaBeta(2 * (world - 1) * latency_s, beta), AlphaBeta((world - 1) * latency_s, beta))
 
     def slower(self, factor: float) -> Link:
-        """With every time of a transfer so many times as long."""
+        """Link with every time of a transfer so many times as long."""
         reduce, gather = (x.slower(factor) for x in (self.all_reduce, self.all_gather))
         servers = self.push_pull and self.push_pull.slower(factor)
         return dataclasses.replace(self, all_reduce=reduce, all_gather=gather, push_pull=servers)
 
     @property
     def least_beta(self) -> float:
-        """Of its lines."""
+        """Smallest β of the link's lines."""
         return min(x.beta for x in (self.all_reduce, self.all_gather, self.push_pull) if x is not None)
 
 

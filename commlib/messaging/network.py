@@ -124,7 +124,7 @@ def _is_up(name: str) -> bool:
 
 
 def address_of(given: str) -> str:
-    """Of an interface's name, its first address; an address is one already.
+    """First address of an interface, by its name; an address is one already.
 
     Raises:
         ValueError: neither.

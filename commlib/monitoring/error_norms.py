@@ -23,7 +23,7 @@ from commlib.codecs.slots import OWNER
 
 
 class LayerNorms(NamedTuple):
-    """Of one layer.
+    """Norms of one layer's gradient, compression error and residual.
 
     Attributes:
         residual: the norm of what this rank holds back, without the loss scale.
@@ -39,7 +39,7 @@ class LayerNorms(NamedTuple):
 
 
 class ErrorNorms:
-    """Of one rank.
+    """Norms of what a rank's codecs lose, layer by layer.
 
     Args:
         store: what codecs remember.
@@ -77,7 +77,7 @@ class ErrorNorms:
         self._there[name] = torch.linalg.vector_norm(x)
 
     def read(self, count: int) -> dict[str, LayerNorms]:
-        """Of all layers that hold something back, once the step is settled. On CUDA waits for it.
+        """Norms of all layers that hold something back, once the step is settled. On CUDA waits for it.
 
         Args:
             count: of steps by now. A step that did not count has no errors: its residuals are those of before.

@@ -147,7 +147,7 @@ def explain(found: Mapping[str, Sequence[Sequence[int]]], step: int | None) -> R
 
 
 class Comparison:
-    """Of some parameters, over one process group; see the module for its order.
+    """Comparison of some parameters over one process group; see the module for its order.
 
     Args:
         group: process group.

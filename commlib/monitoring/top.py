@@ -30,7 +30,8 @@ _OF_STEP = ("step", "steps", "skipped", "seconds", "bytes", "exposed_ms")
 
 @dataclasses.dataclass
 class RankAccount:
-    """Of one rank: what its file says by now. A run that was resumed goes on in its file, and its last part counts.
+    """Account of one rank: what its file says by now. A run that was resumed goes on in its file, and its last part
+    counts.
 
     Attributes:
         begun: its first entry; empty before it comes.
@@ -107,7 +108,7 @@ def _check(entry: Mapping[str, Any], numbers: Iterable[str]) -> None:
 
 
 def picture(accounts: Sequence[tuple[RankAccount, float]], layers: int = 5, changes: int = 5) -> dict[str, Any]:
-    """Of all ranks.
+    """Picture of all ranks.
 
     Args:
         accounts: of ranks, each with the seconds since it has written something.
@@ -207,7 +208,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 class LogTail:
-    """Of one file: the lines that have come since it was last asked. Half a line waits for its other half.
+    """Tail of one file: the lines that have come since it was last asked. Half a line waits for its other half.
 
     Args:
         path: of the file.
@@ -241,7 +242,7 @@ class LogTail:
 
 
 class LogTails:
-    """Of the ranks of a run.
+    """Tails of the files of all ranks of a run.
 
     Args:
         paths: files, or folders: of a folder, what ends in ``.jsonl``, whenever it comes.

@@ -24,7 +24,7 @@ _MOST = 8  # dimensions of an activation
 
 
 class ActivationCarrier:
-    """Of one stage.
+    """Carrier of the activations and gradients of one stage.
 
     Args:
         group: process group of the virtual worker's ranks, by stage; None: there is one stage, and nothing to send.

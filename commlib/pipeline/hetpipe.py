@@ -243,7 +243,7 @@ class HetPipe:
         return [y.detach()] if self._place.last else []
 
     def _backward(self) -> None:
-        """Of the oldest minibatch under way, and this stage's local step."""
+        """Run the backward pass of the oldest minibatch under way, and this stage's local step."""
         p, x, y = self._under_way.popleft()
         gradient = None if self._place.last else self._carrier.gradient(y, p)
         torch.autograd.backward(y, gradient)

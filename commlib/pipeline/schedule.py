@@ -25,7 +25,7 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True)
 class StagePlace:
-    """Of one rank.
+    """Place of one rank among stages and virtual workers.
 
     Args:
         stage: of its virtual worker's, from 0.

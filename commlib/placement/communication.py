@@ -66,7 +66,7 @@ class RowCoder:
         return self._codec is None
 
     def nbytes(self, rows: int, width: int, dtype: torch.dtype) -> int:
-        """Of so many rows, with what fills them up to a multiple of 8."""
+        """Bytes of so many rows, with what fills them up to a multiple of 8."""
         if self._codec is None or not rows * width:
             return rows * width * dtype.itemsize
         return -(-self._codec.nbytes(LayerSpec("rows", (rows, width))) // _ALIGN) * _ALIGN
@@ -133,7 +133,7 @@ class LayerCall:
 
 
 class PlacementChannel:
-    """Of one model.
+    """Channel over which one model's placed layers send their rows.
 
     Args:
         group: process group of all ranks, of its own.

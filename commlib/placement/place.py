@@ -162,7 +162,7 @@ def _device(layers: Mapping[str, nn.Linear], group: Any) -> torch.device:
 def _replace(
     model: nn.Module, layers: Mapping[str, nn.Linear], channel: PlacementChannel, init_sync: bool
 ) -> dict[str, PlacedLinear]:
-    """In place, in the model's order; DDP is told."""
+    """Replace layers in place, in the model's order; DDP is told."""
     made: dict[str, PlacedLinear] = {}
     for number, (name, linear) in enumerate(layers.items()):
         made[name] = PlacedLinear(linear, name, number, channel)

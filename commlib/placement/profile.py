@@ -66,7 +66,7 @@ def measure(
 
 
 class _Watch:
-    """Over one step: when gradients are ready, and what passes through linear layers.
+    """Watch over one step: when gradients are ready, and what passes through linear layers.
 
     Attributes:
         units: linear layer, or parameter that is of none of them → bytes of gradient.

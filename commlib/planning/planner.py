@@ -1,4 +1,4 @@
-"""From a user's rules to a plan: which route each of a model's layers gets, and why."""
+"""Planner, from a user's rules to a plan: which route each of a model's layers gets, and why."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def mend(optimizer: Optimizer | None) -> None:
 
 
 class Scale:
-    """Of one step after another. Without a scaler, or with one that is not enabled, it is 1.
+    """Scale of the loss, step after step. Without a scaler, or with one that is not enabled, it is 1.
 
     Args:
         scaler: the user's, or None.
@@ -177,7 +177,7 @@ class Scale:
         self._optimizer, self._follow = optimizer, LossScale(self._scaler, module)
 
     def now(self) -> float:
-        """By how much the gradients of the step under way are too large."""
+        """Factor by which the gradients of the step under way are too large."""
         return self._follow.now()
 
     def tell(self, finite: bool, device: torch.device) -> None:

@@ -91,7 +91,7 @@ def at_end_of_backward(call: Callable[[], None]) -> bool:
 
 
 def wait(future: torch.futures.Future[Tensor], meanwhile: Callable[[], None], every: float = 1.0) -> None:
-    """Until it is done, raising its error; calls ``meanwhile`` every so many seconds."""
+    """Wait until it is done, raising its error; calls ``meanwhile`` every so many seconds."""
     done: queue.SimpleQueue[Any] = queue.SimpleQueue()  # C throughout: the backend's thread runs no Python for it
     future.add_done_callback(done.put)
     while True:

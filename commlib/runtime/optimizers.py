@@ -62,7 +62,7 @@ class Recipe:
         return known or self.kind is Replace
 
     def make(self, parameters: Sequence[torch.nn.Parameter]) -> Optimizer:
-        """For these values, with no state yet."""
+        """Make the optimizer for these values, with no state yet."""
         kind: Any = self.kind
         made: Optimizer = kind([{"params": list(parameters), **self.options}])
         return made
@@ -123,7 +123,7 @@ _SHARDS = "the parameter server's shards update the parameters: call server.step
 
 
 class StepGuard:
-    """Over one optimizer, until :meth:`remove`: its ``step()`` raises CommlibError.
+    """Guard over one optimizer, until :meth:`remove`: its ``step()`` raises CommlibError.
 
     Args:
         optimizer: this one.

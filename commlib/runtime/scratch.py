@@ -54,7 +54,8 @@ _held = _Held()
 
 
 def scratch(what: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Of any content, until this thread asks again for the same: not across a round of an exchange. (On the CPU.)
+    """Memory of any content, until this thread asks again for the same: not across a round of an exchange. (On the
+    CPU.)
 
     Args:
         what: it is for; what two purposes ask for does not overlap.

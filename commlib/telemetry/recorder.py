@@ -31,7 +31,7 @@ TRACK = "training"
 
 
 class PassRecorder:
-    """Of one model, until :meth:`remove`.
+    """Recorder of one model's passes, until :meth:`remove`.
 
     A backward pass begins when it comes to the model's outputs (whatever these are made of, as long as ``torch`` finds
     the tensors in them), and ends when all gradients are there; what is exchanged may take longer.

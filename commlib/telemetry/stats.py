@@ -104,7 +104,7 @@ class Stats:
         meters: Mapping[str, Meter],
         inter_bytes: float | None = None,
     ) -> Stats:
-        """From what was counted.
+        """Make totals from what was counted.
 
         Args:
             steps: that count.

@@ -59,7 +59,7 @@ def seeds(codec: Compressor, seed: int) -> range:
 
 
 def standard_error(draws: Tensor) -> float:
-    """Of the mean of draws, shape (n,); 0 for one draw."""
+    """Standard error of the mean of draws, shape (n,); 0 for one draw."""
     return float(draws.std()) / math.sqrt(len(draws)) if len(draws) > 1 else 0.0
 
 

@@ -24,7 +24,7 @@ from commlib.errors import CommlibError
 
 
 class BucketOrder:
-    """Of one step, until :meth:`reset`.
+    """Order in which the buckets of one step leave, until :meth:`reset`.
 
     Args:
         buckets: names of parameters.
@@ -85,7 +85,7 @@ def hook_of(receiver: GradientReceiver, name: str) -> Callable[[Tensor], None]:
 
 @dataclasses.dataclass(frozen=True)
 class StepVerdict:
-    """On a step.
+    """Verdict of all ranks on a step.
 
     Attributes:
         finite: whether the mean gradients are; if not, it does not count.
@@ -105,7 +105,7 @@ def said(finite: bool, squares: float, used: Sequence[bool], device: torch.devic
 
 
 def heard(parts: Tensor) -> StepVerdict:
-    """From all ranks' parts, (P, 16 + parameters), added in rank order."""
+    """Verdict from all ranks' parts, (P, 16 + parameters), added in rank order."""
     numbers = [row[:16].clone().view(torch.float64).tolist() for row in parts.cpu()]
     used = parts[:, 16:].any(0).tolist()
     norm = math.sqrt(sum(squares for _, squares in numbers))

@@ -34,7 +34,8 @@ def described(state: Mapping[str, Any]) -> str:
 
 
 def common(texts: Sequence[str]) -> tuple[dict[str, torch.dtype], dict[str, Any]]:
-    """From all ranks' :func:`described` of one parameter: what lies in parts, with its dtype; and numbers.
+    """Common description from all ranks' :func:`described` of one parameter: what lies in parts, with its dtype; and
+    numbers.
 
     Ranks that own nothing of it have nothing to say; the others say the same.
     """

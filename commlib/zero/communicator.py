@@ -72,7 +72,7 @@ def gathered(part: Tensor, world: int) -> Tensor:
 
 
 class ZeroCommunicator:
-    """Of one model.
+    """Communication of one model's sharded step.
 
     Args:
         group: process group.
@@ -131,7 +131,7 @@ class ZeroCommunicator:
         return got
 
     def settle(self) -> None:
-        """Until all is through.
+        """Wait until all is through.
 
         Raises:
             PeerLost: a rank did not come, which is named.

@@ -45,7 +45,7 @@ class LayerCut:
     codec: Compressor
 
     def owned(self, rank: int, world: int) -> slice:
-        """Of its values in a row, those of a rank; perhaps none."""
+        """Slice of the layer's values in a row that a rank owns; perhaps none."""
         stripe = stripes(self.codec, self.spec, world)[rank]
         width = self.spec.numel // max(1, self.spec.shape[0])
         return slice(stripe.start * width, stripe.stop * width)
@@ -80,7 +80,7 @@ def _carried(rule: Rule) -> Rule:
 
 
 def _flat(layer: PlannedLayer) -> PlannedLayer:
-    """With the codec that it goes by to owners, and cut between any two values where that codec has no rows."""
+    """Layer with the codec that it goes by to owners, and cut between any two values where that codec has no rows."""
     rowless = layer.route.exchange == "dense" or layer.route.codec.lossless
     spec = dataclasses.replace(layer.spec, shape=(layer.spec.numel,)) if rowless else layer.spec
     route = Route("scatter_gather", layer.route.codec)
@@ -102,7 +102,7 @@ def buckets_of(plan: Plan, nbytes: int = NBYTES) -> list[list[LayerCut]]:
 
 
 def rows_of(cuts: Sequence[LayerCut], world: int) -> list[Packing]:
-    """For every rank, its values of these layers as bytes one after another."""
+    """Layout of every rank's values of these layers as bytes one after another."""
     return [
         Packing([_length(cut.owned(rank, world)) * cut.spec.dtype.itemsize for cut in cuts]) for rank in range(world)
     ]
@@ -131,7 +131,7 @@ _NOT_OPTIONS = ("params", "param_names")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OwnedSlice:
-    """Of one layer.
+    """Slice of one layer that a rank owns.
 
     Attributes:
         whole: the model's parameter.
@@ -152,7 +152,7 @@ class OwnedSlice:
         return cls(whole, owned, own, torch.zeros_like(own))
 
     def point(self, used: bool) -> None:
-        """To where the parameter's values are now; with the mean as gradient, or with none."""
+        """Point to where the parameter's values are now; with the mean as gradient, or with none."""
         self.own.data = flat(self.whole)[self.owned]
         self.own.grad = self.mean if used else None
 
@@ -163,7 +163,7 @@ def flat(p: Tensor) -> Tensor:
 
 
 class OwnedSlices:
-    """Of the layers of one bucket, with an optimizer of the user's class over them.
+    """Slices of the layers of one bucket, with an optimizer of the user's class over them.
 
     Args:
         optimizer: the user's, whose options hold at every step; not stepped.

@@ -80,7 +80,7 @@ class SparseCodec(Compressor):
             flat.index_add_(0, places, self._decode_values(payload, flat, seed), alpha=-1.0)
 
     def _decode_values(self, payload: Tensor, flat: Tensor, seed: int) -> Tensor:
-        """In memory that the next call overwrites."""
+        """Values of a payload, in memory that the next call overwrites."""
         values = scratch("values", (self._count(flat.numel()),), flat.dtype, flat.device)
         head = payload[: self._values_nbytes(flat.numel())]
         self._codec.decode(head, values, add=False, scale=1.0, seed=seed)

@@ -122,6 +122,6 @@ class _Receiver(Receiving):
 
 
 def signature_of(keys: Tensor) -> bytes:
-    """Of keys, int64 (n,): n and a hash of all of them, 24 bytes."""
+    """Signature of keys, int64 (n,): n and a hash of all of them, 24 bytes."""
     digest = hashlib.blake2b(keys.contiguous().numpy().data, digest_size=_DIGEST).digest()
     return keys.numel().to_bytes(_LENGTH, "little") + digest

@@ -43,7 +43,7 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
         self.options = types.SimpleNamespace(_timeout=timeout)
 
     def getBackendName(self) -> str:  # PyTorch's
-        """Of the backend."""
+        """Name of the backend."""
         return "zmq"
 
     name = getBackendName
@@ -73,7 +73,7 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
         return self._store
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """Of calls from now on that have none of their own."""
+        """Set the time-out of calls from now on that have none of their own."""
         self.options._timeout = timeout
 
     _set_default_timeout = set_timeout

@@ -68,7 +68,7 @@ class ReduceCollectives(GroupCalls):
         )
 
     def reduce(self, tensors: Parts, opts: Any = None) -> CollectiveWork:
-        """Summed on ``opts.rootRank``."""
+        """Sum a tensor on ``opts.rootRank``."""
         opts = opts or dist.ReduceOptions()
         out, root = HostTensor(one(tensors)), opts.rootRank
         name, how = fold(opts.reduceOp, out.values.dtype, self._place.size)
@@ -119,7 +119,7 @@ class CopyCollectives(GroupCalls):
     """Values as they are, where they are wanted; and the barrier, of none."""
 
     def broadcast(self, tensors: Parts, opts: Any = None) -> CollectiveWork:
-        """``opts.rootRank``'s to all."""
+        """Send ``opts.rootRank``'s tensor to all."""
         opts = opts or dist.BroadcastOptions()
         root = opts.rootRank
         own = self._place.rank == root
@@ -256,7 +256,7 @@ class ZmqGroup(ReduceCollectives, CopyCollectives):
         self.barrier(opts).wait()
 
     def send(self, tensors: Parts, to: int, tag: int) -> CollectiveWork:
-        """To rank ``to``; through once the tensor may be written to."""
+        """Send to rank ``to``; through once the tensor may be written to."""
         return self._mail.send(one(tensors), to, tag, self._seconds(None))
 
     def recv(self, tensors: Parts, source: int, tag: int) -> CollectiveWork:

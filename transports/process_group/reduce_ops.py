@@ -50,5 +50,5 @@ def fold(op: Any, dtype: torch.dtype, size: int) -> tuple[str, Fold]:
 
 
 def nbytes(flats: Sequence[Tensor]) -> int:
-    """Of all of them."""
+    """Bytes of all of them."""
     return sum(f.nbytes for f in flats)

@@ -38,7 +38,7 @@ class RowExchange(Exchange):
     """Base of the exchanges of the rows that a linear layer's gradient is made of (:mod:`commlib.exchange.factors`)."""
 
     def refuse(self, codec: Compressor, spec: LayerSpec) -> str | None:
-        """For the weight and bias of linear layers; rows may be compressed by what keeps no memory."""
+        """Refuse what is no weight or bias of a linear layer, and codecs of rows that keep a memory."""
         if (reason := payload.refuse(codec)) is not None:
             return reason
         if spec.layer is None:
@@ -57,7 +57,7 @@ class FactorExchange(RowExchange):
     ROUNDS = 2
 
     def sending(self, codec: Compressor, n: int, m: int, world: World) -> BroadcastDelivery:
-        """To all ranks, of a layer with weight (N, M)."""
+        """Delivery to all ranks, of a layer with weight (N, M)."""
         return BroadcastDelivery(RowPayload(n, m, None if codec.lossless else codec), world)
 
     def wire_bytes(self, codec: Compressor, spec: LayerSpec, world: int) -> float:

@@ -1,4 +1,4 @@
-"""To whom a rank's rows go, and in which bytes: one round of one layer.
+"""Delivery of a rank's rows: to which ranks they go, and in which bytes: one round of one layer.
 
 Either way each rank gets from each rank one *letter*: a header, and room for so many rows of what it will multiply.
 
@@ -21,7 +21,8 @@ from commlib.groups.world import World
 
 @dataclasses.dataclass(frozen=True)
 class BlockShares:
-    """Of a layer with weight (N, M): the larger dimension in P blocks, as equal as can be, the low ranks' being larger.
+    """Blocks of a layer with weight (N, M): the larger dimension in P parts, as equal as can be, the low ranks' being
+    larger.
 
     That is the dimension to cut: a rank's rows go to each owner as K·(the other + block) values. A rank's block may be
     empty, of a dimension smaller than P; its share of the bias is then empty too.
@@ -50,7 +51,7 @@ class BlockShares:
         return slice(0, self.m) if self.by_outputs else block(self.m, self.size, rank)
 
     def bias(self, rank: int) -> slice:
-        """Of the bias, whichever dimension of the weight is cut."""
+        """Block of the bias, whichever dimension of the weight is cut."""
         return block(self.n, self.size, rank)
 
     @property
@@ -143,7 +144,8 @@ class BroadcastDelivery:
 
 
 class OwnerDelivery:
-    """To each rank what its block is made of, by an all-to-all (Project Adam, OSDI 2014; in blocks: SACP, 2015).
+    """Delivery to each rank of what its block is made of, by an all-to-all (Project Adam, OSDI 2014; in blocks: SACP,
+    2015).
 
     Args:
         n: outputs of the layer.

@@ -126,7 +126,8 @@ class FactorLayers:
         *,
         watched: bool,
     ) -> FactorLayers | None:
-        """For the layers of these names; None if there are none, and nobody wants to know when passes begin either.
+        """Make taps for the layers of these names; None if there are none, and nobody wants to know when passes begin
+        either.
 
         Raises:
             ValueError: the module is not the DDP model.
@@ -141,7 +142,7 @@ class FactorLayers:
         return cls(module, modules, world, on, seeds, routes)
 
     def activate(self, routes: Mapping[str, Routed], rows: Mapping[str, int] | None = None) -> None:
-        """From the next step on, these layers exchange factors, in this order; alike on every rank.
+        """Let these layers exchange factors from the next step on, in this order; alike on every rank.
 
         Only between an exchange and the next forward pass.
 
@@ -182,7 +183,7 @@ class FactorLayers:
 
     @property
     def names(self) -> list[str]:
-        """Of the layers."""
+        """Names of the layers."""
         return list(self._modules)
 
     def tap(self, group: Any, *, traced: bool = False) -> None:

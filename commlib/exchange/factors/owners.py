@@ -38,11 +38,11 @@ class OwnerExchange(RowExchange):
     ROUNDS = FactorExchange.ROUNDS + 1
 
     def sending(self, codec: Compressor, n: int, m: int, world: World) -> OwnerDelivery:
-        """To the owners of a layer with weight (N, M)."""
+        """Delivery to the owners of a layer with weight (N, M)."""
         return OwnerDelivery(n, m, world)
 
     def refuse(self, codec: Compressor, spec: LayerSpec) -> str | None:
-        """For the weight and bias of linear layers, and nothing but ``none``."""
+        """Refuse what is no weight or bias of a linear layer, and every codec but ``none``."""
         if not codec.lossless:
             return "owners sends rows and blocks as they are, nothing compressed: rows by a codec go over factors"
         return super().refuse(codec, spec)

@@ -26,7 +26,7 @@ class RowCapacity:
 
 @dataclasses.dataclass(frozen=True)
 class RowPayload:
-    """Of a layer with weight (N, M).
+    """Layout of the rows of a layer with weight (N, M) in bytes.
 
     Args:
         n: outputs.
@@ -43,7 +43,7 @@ class RowPayload:
         return sum(self._lengths(room))
 
     def dtype(self, rows: Sequence[Rows], usual: torch.dtype) -> torch.dtype:
-        """In which these rows travel.
+        """Dtype in which these rows travel.
 
         Raises:
             TypeError: in none.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class RetainedInput:
-    """Of one layer.
+    """Inputs of one layer that its backward pass will need.
 
     Args:
         parameters: the layer's.

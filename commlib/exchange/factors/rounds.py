@@ -122,7 +122,7 @@ class FactorRounds:
         return sum(len(u) for u, _ in self._rows)
 
     def wait(self) -> None:
-        """Until the last round that was issued is through."""
+        """Wait until the last round that was issued is through."""
         self._started.wait()
         if self._error is not None:
             raise self._error

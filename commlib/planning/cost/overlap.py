@@ -130,7 +130,7 @@ class _Event(NamedTuple):
 
 
 def _events(p: TrainingPass, ways: Mapping[str, Candidate], rows: Collection[str] = ()) -> list[_Event]:
-    """In their order; of ``rows`` even if nothing leaves or is saved then."""
+    """Events in their order; of ``rows`` even if nothing leaves or is saved then."""
     found = []
     for i, bucket in enumerate(p.buckets):
         own = [(name, ways[name]) for name in bucket.layers]
@@ -241,8 +241,8 @@ def step_seconds(forward: float, backward: Sequence[float], wire: Sequence[float
 
 
 def just_in_time_seconds(forward: Sequence[float], backward: Sequence[float], wire: Sequence[float]) -> float:
-    """From the start of a backward pass to the end of the next forward pass, each layer of which waits only for its
-    own transfer (SINGA 0.3's worker).
+    """Seconds from the start of a backward pass to the end of the next forward pass, each layer of which waits only for
+    its own transfer (SINGA 0.3's worker).
     """
     _check(forward, backward)
     line = overlap(backward, wire)

@@ -24,7 +24,7 @@ _LONG_S = 0.5  # of all repetitions: no more are made then
 
 @dataclasses.dataclass(frozen=True)
 class CodecCost:
-    """Of one layer by one route.
+    """Cost of one layer's codec by one route, as measured.
 
     Attributes:
         before: seconds by number of values, of what is computed before anything leaves.
@@ -63,7 +63,7 @@ def measure(
 
 
 def slowest(costs: list[CodecCost]) -> CodecCost:
-    """Of several ranks."""
+    """Cost on the slowest of several ranks."""
     before, after = (
         AlphaBeta(max(line.alpha for line in lines), max(line.beta for line in lines))
         for lines in ([c.before for c in costs], [c.after for c in costs])

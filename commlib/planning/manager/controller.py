@@ -46,7 +46,7 @@ def _samples(span: float, seconds: float, least: int, most: int) -> int:
 
 
 class Controller:
-    """The states above.
+    """Controller of the bandwidth manager: the states above.
 
     Args:
         model: prices what it may choose.

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """From the next step on, until the next review.
+    """Decision that holds from the next step on, until the next review.
 
     Attributes:
         routes: unit → its route, for those that are not dense; in the order in which factors leave. A unit is a
@@ -49,5 +49,5 @@ class Decision:
 
     @classmethod
     def from_wire(cls, x: Mapping[str, Any]) -> Decision:
-        """Of :meth:`to_wire`, through msgpack."""
+        """Read a decision from :meth:`to_wire`, through msgpack."""
         return cls(**{**x, "step_s": None if x["step_s"] is None else (x["step_s"][0], x["step_s"][1])})

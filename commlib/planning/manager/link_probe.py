@@ -93,13 +93,13 @@ class LinkProbe:
         return max(1, sent * self.world.size // (2 * (self.world.size - 1)) // 4)
 
     def _line(self, start: Callable[[int], Callable[[], None]], held: float) -> AlphaBeta:
-        """Of what ``start`` makes for a number of bytes, of which the limit holds up this share."""
+        """Fit a line to what ``start`` makes for a number of bytes, of which the limit holds up this share."""
         least = 0.0 if self.limit is None else held / self.limit.bytes_s  # seconds a byte
         found = self._fitted(lambda sent: (sent, start(sent)), _SIZES, least)
         return AlphaBeta(found.alpha, max(found.beta, least))
 
     def _push_pull(self, servers: Any) -> AlphaBeta | None:
-        """Of gradients to servers and back, by the bytes of the gradients: those that a rank sends."""
+        """Fit a line to gradients to servers and back, by the bytes of the gradients: those that a rank sends."""
         if servers is None:
             return None
         found = self._fitted(servers.trial, _SERVED)

@@ -226,7 +226,7 @@ class Manager:
         return sum(m.seconds()["wire"] for m in self._meters.values())
 
     def _decide(self, posts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """On rank 0 only."""
+        """Decide, on rank 0 only."""
         try:
             decision = self._pilot.review(slowest([Measurements.from_wire(p) for p in posts]))
         except CommlibError:

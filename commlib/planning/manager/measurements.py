@@ -127,7 +127,7 @@ class Measurements:
 
     @classmethod
     def of(cls, steps: Sequence[MeasuredStep], **measured: Any) -> Measurements:
-        """Of this rank's steps; those whose buckets are not the last one's only count for their rows."""
+        """Measurements of this rank's steps; those whose buckets are not the last one's only count for their rows."""
         if not steps:
             return cls(0, 0.0, 0.0, (), (), 0.0, {}, {}, **measured)
         layers = tuple(names for _, names in steps[-1].buckets)
@@ -145,7 +145,7 @@ class Measurements:
 
     @classmethod
     def from_wire(cls, x: Mapping[str, Any]) -> Measurements:
-        """Of :meth:`to_wire`, through msgpack."""
+        """Read measurements from :meth:`to_wire`, through msgpack."""
         link = x["link"]
         lines = link and Link(
             link["world"],

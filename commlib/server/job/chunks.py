@@ -36,7 +36,7 @@ def in_group(group: int | None) -> str:
 
 
 def group_of(key: str) -> int:
-    """Of the shards that keep it: what a key ends with (:func:`in_group`); 0 without."""
+    """Number of the shard group that keeps a key: what the key ends with (:func:`in_group`); 0 without."""
     tail = key.rpartition("]")[2].rpartition("@")[2]
     return int(tail) if tail.isdecimal() else 0
 
@@ -77,12 +77,12 @@ class Chunk:
 
     @property
     def nbytes(self) -> int:
-        """Of its values."""
+        """Bytes of the chunk's values."""
         return self.numel * self.dtype.itemsize
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of its parameters."""
+        """Names of the chunk's parameters."""
         return tuple(p.name for p in self.pieces)
 
     def gather(self, flat: Mapping[str, Tensor]) -> Tensor:

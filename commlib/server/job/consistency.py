@@ -200,7 +200,8 @@ RULES: Mapping[str, type[Consistency]] = {rule.name: rule for rule in (BSP, ASP,
 
 
 def make(spec: str | Consistency) -> Consistency:
-    """From ``bsp``, ``asp``, ``ssp:3``, ``dtssp:least=3,most=10``, ``wsp:distance=1,local=3``, ``downpour:push=5``.
+    """Make a rule from ``bsp``, ``asp``, ``ssp:3``, ``dtssp:least=3,most=10``, ``wsp:distance=1,local=3``,
+    ``downpour:push=5``.
 
     Raises:
         ValueError: an unknown rule or option, or a value out of range.

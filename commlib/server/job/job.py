@@ -83,7 +83,8 @@ class ServerJob:
 
     @property
     def chunks(self) -> dict[str, Chunk]:
-        """By key, once for each group of shards. If an optimizer looks at more than single values, nothing is cut."""
+        """Chunks by key, once for each group of shards. If an optimizer looks at more than single values, nothing is
+        cut."""
         blank = {n: torch.empty(s, dtype=getattr(torch, d), device="meta") for n, (s, d) in self.parameters.items()}
         found = cut(
             blank,
@@ -103,7 +104,7 @@ class ServerJob:
 
     @property
     def urgency(self) -> dict[str, int]:
-        """Of keys, in the order in which the model has their parameters; none without priority."""
+        """Urgency of keys, in the order in which the model has their parameters; none without priority."""
         return {key: i for i, key in enumerate(self.chunks)} if self.priority else {}
 
     @property

@@ -22,7 +22,7 @@ class Threshold(Protocol):
         """What was learned of results so far: plain numbers."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As it was."""
+        """Take over a state that :meth:`state_dict` gave."""
 
 
 @dataclasses.dataclass
@@ -96,7 +96,7 @@ class Consistency(ABC):
 
     @abstractmethod
     def threshold(self) -> Threshold:
-        """Of one server."""
+        """Make the threshold of one server."""
 
     def __str__(self) -> str:
         """As :func:`make` reads it, with every option."""

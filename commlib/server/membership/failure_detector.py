@@ -10,7 +10,7 @@ _MEAN, _DEVIATION, _TIMES = 1 / 8, 1 / 4, 4.0
 
 
 class FailureDetector:
-    """Of one member.
+    """Detector of one member's silence.
 
     Args:
         now: seconds; it is taken to have just been heard of.
@@ -27,7 +27,7 @@ class FailureDetector:
         return self._patience + _TIMES * (self._mean + _TIMES * self._deviation)
 
     def silent(self, now: float) -> float:
-        """For how many seconds nothing was heard."""
+        """Seconds for which nothing was heard."""
         return now - self._heard
 
     def hear(self, now: float, beat: str) -> None:

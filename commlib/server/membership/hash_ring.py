@@ -62,11 +62,11 @@ class HashRing:
         return self.shards[g * n // self.groups : (g + 1) * n // self.groups]
 
     def joined(self, shard: str) -> HashRing:
-        """With one more."""
+        """Ring with one more shard."""
         return HashRing([*self.shards, shard], self.groups)
 
     def left(self, shard: str) -> HashRing:
-        """Without this one."""
+        """Ring without this shard."""
         return HashRing((name for name in self.shards if name != shard), self.groups)
 
 

@@ -27,7 +27,7 @@ _TOLD_EVERY = 4  # looks
 
 
 class Membership:
-    """From :meth:`start` to :meth:`stop`.
+    """Membership of one process, from :meth:`start` to :meth:`stop`.
 
     Args:
         roll: its own: no other thread uses it meanwhile.

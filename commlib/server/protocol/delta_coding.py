@@ -32,7 +32,7 @@ class _Copy:
 
 
 class DeltaCoding:
-    """Of one key, at its owner.
+    """Coding of one key's values as differences, at its owner.
 
     Args:
         way: by which its values travel.
@@ -99,7 +99,7 @@ class DeltaCoding:
 
 
 class DeltaCopy:
-    """Of one key, at a worker; arguments as of :class:`DeltaCoding`."""
+    """Copy of one key's values at a worker; arguments as of :class:`DeltaCoding`."""
 
     def __init__(self, way: Way, layer: LayerSpec | None) -> None:
         self._way, self._layer = way, layer

@@ -29,7 +29,7 @@ class _Waiting:
 
 
 class SendQueue:
-    """Of one endpoint.
+    """Queue of one endpoint: messages that wait for room at their receivers.
 
     Args:
         endpoint: this.

@@ -36,7 +36,7 @@ Way = Compressor | Chain | None
 
 
 def way(spec: str) -> Way:
-    """From a codec's spec string, or filters' joined by ``+``; ``none``: as they are.
+    """Read how values travel: a codec's spec string, or filters' joined by ``+``; ``none``: as they are.
 
     Raises:
         ValueError, MissingDependency, TypeError: there is none such; see :func:`~commlib.codecs.registry.make` and
@@ -73,7 +73,7 @@ def way_of_values(spec: str) -> Way:
 
 @dataclasses.dataclass(frozen=True)
 class ValueCoding:
-    """Of one job.
+    """Coding of all gradients and values of one job.
 
     Args:
         push: of gradients.
@@ -86,11 +86,11 @@ class ValueCoding:
     layers: Mapping[str, LayerSpec] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
 
     def sender(self, key: str, worker: int) -> ValueEncoder:
-        """Of a worker's gradients."""
+        """Encoder of a worker's gradients."""
         return ValueEncoder(*self._of(self.push, key), worker)
 
     def receiver(self, key: str, worker: int) -> ValueDecoder:
-        """Of these, at the shard."""
+        """Decoder of a worker's gradients, at the shard."""
         return ValueDecoder(*self._of(self.push, key), worker)
 
     def of_values(self, key: str) -> tuple[Way, LayerSpec | None]:
@@ -226,5 +226,5 @@ def decompress(codec: Compressor, row: Content, out: Tensor, layer: LayerSpec, s
 
 
 def seed_of(layer: LayerSpec, number: int) -> int:
-    """Of filters: 63 bits of a layer and a number."""
+    """Seed of filters: 63 bits of a layer and a number."""
     return int.from_bytes(hashlib.blake2b(f"{number}/{layer.name}".encode(), digest_size=8).digest(), "little") >> 1

@@ -249,7 +249,7 @@ class ChunkState:
             parameter.grad = None
 
     def _parts(self, row: Tensor) -> list[Tensor]:
-        """Of the parameters in it: views of a row, (n,)."""
+        """Parts of a row, (n,), that belong to the parameters in it, as views."""
         return [
             part.view(s)
             for part, s in zip(row.split_with_sizes([s.numel() for s in self._shapes]), self._shapes, strict=True)

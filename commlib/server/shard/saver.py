@@ -20,7 +20,7 @@ _LOOK_S = 0.5
 
 
 class Saver:
-    """Of one shard.
+    """Saver of one shard's snapshots.
 
     Args:
         snapshots: where and when.

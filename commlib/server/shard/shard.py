@@ -49,7 +49,7 @@ from commlib.server.storage.snapshot_policy import SnapshotPolicy
 
 
 class Inbox:
-    """Of one shard.
+    """Inbox of one shard: pushes in the order of each worker and key.
 
     Args:
         coding: of the job.
@@ -86,7 +86,7 @@ class Inbox:
         return self._ready(waiting)
 
     def change(self, owned: Collection[str]) -> None:
-        """In a new view workers send again what waits; and another owner's keys are none of ours."""
+        """Drop another owner's keys; in a new view workers send again what waits."""
         self._waiting.clear()
         self._receivers = {at: r for at, r in self._receivers.items() if at[0] in owned}
 
@@ -165,7 +165,7 @@ class Shard:
 
     @property
     def cells(self) -> Mapping[str, ChunkState]:
-        """By key: those that it owns, and its replicas."""
+        """States of chunks by key: those that the shard owns, and its replicas."""
         return self._cells
 
     @property
@@ -175,7 +175,7 @@ class Shard:
 
     @property
     def too_old(self) -> str:
-        """For people: what else than not being finite a push is refused for."""
+        """Words for people: what else than not being finite a push is refused for."""
         return f", or older than {self._lag:g} s" if self._lag is not None else ""
 
     @property
@@ -332,7 +332,7 @@ class Shard:
         return self._answers(pull.key)
 
     def _answers(self, key: str) -> list[Send]:
-        """To all who may read now."""
+        """Answers to all who may read now."""
         cell, pulls = self._cells[key], self._pulls[key]
         may = [p for p in pulls.values() if key in self._whole and self._may_read(p)]
         if not may:

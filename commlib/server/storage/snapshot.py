@@ -95,7 +95,7 @@ def save(
 
 
 def numbers(folder: str | os.PathLike[str]) -> set[int]:
-    """Of all snapshots there; none if there is no folder."""
+    """Numbers of all snapshots there; none if there is no folder."""
     with contextlib.suppress(OSError):
         return set[int]().union(*_files(Path(folder))[0].values())
     return set()

@@ -86,7 +86,7 @@ def _room(stay: BufferUse) -> int:
 
 
 def _lowest(taken: Iterable[tuple[int, int]], nbytes: int) -> int:
-    """Of the gaps between what is taken, by where they begin, the first that is large enough."""
+    """Lowest of the gaps between what is taken that is large enough."""
     at = 0
     for begin, end in taken:
         if begin - at >= nbytes:

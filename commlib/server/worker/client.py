@@ -27,7 +27,8 @@ from commlib.telemetry.trace import NONE, Trace
 
 
 class RequestTrace:
-    """Of one worker; in a trace each key has a row. For one thread at a time, but a trace may begin and end meanwhile.
+    """Trace of one worker's requests; each key has a row. For one thread at a time, but a trace may begin and end
+    meanwhile.
 
     What is sent again in a new view has left when it did so first. Of a key's questions only the last is answered.
     """

@@ -22,7 +22,7 @@ from commlib.server.protocol.value_coding import ValueCoding, ValueEncoder
 
 
 class ClientState:
-    """Of one worker.
+    """State of one worker's client.
 
     Args:
         rank: its.

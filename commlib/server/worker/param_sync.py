@@ -54,7 +54,7 @@ class PushPullClient(Protocol):
 
 
 class ParamSync:
-    """Of one model, until :meth:`remove`.
+    """Synchronization of one model's parameters with the servers, until :meth:`remove`.
 
     Args:
         model: whose parameters are synced; they all need a gradient.

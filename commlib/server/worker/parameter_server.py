@@ -227,7 +227,7 @@ class ParameterServer:
 
     @property
     def nbytes(self) -> int:
-        """Of a chunk, at most: as given, or as it fits the link."""
+        """Bytes of a chunk, at most: as given, or as it fits the link."""
         return self._worker.job.nbytes
 
     @property
@@ -304,6 +304,6 @@ class ParameterServer:
             raise CommlibError("this worker has left the parameter server: make a new ParameterServer")
 
     def _options(self, name: str) -> Mapping[str, Any]:
-        """Of the optimizer, where they are others than it was made with."""
+        """Options of the optimizer, where they are others than it was made with."""
         made, group = self._made_with[self._chosen[name]], self._groups[name]
         return {k: plain(group[k]) for k, v in made.items() if plain(group[k]) != v}

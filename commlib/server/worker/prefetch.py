@@ -43,7 +43,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class KeySequence(Generic[T]):
-    """Of one worker."""
+    """Sequence of one worker's operations, which repeats from step to step."""
 
     def __init__(self) -> None:
         self._known: tuple[T, ...] | None = None
@@ -102,7 +102,7 @@ class _Out:
 
 
 class PrefetchCache:
-    """Of one worker, until :meth:`close`.
+    """Cache of one worker's values on its device, until :meth:`close`.
 
     Args:
         answers: who has the values, when they have come.
@@ -135,7 +135,7 @@ class PrefetchCache:
 
     @property
     def nbytes(self) -> int:
-        """Of the device's memory, for what is foretold."""
+        """Bytes of the device's memory, for what is foretold."""
         return self._rooms.nbytes
 
     def push(self, key: str, parts: Rows[Tensor], send: Callable[[Tensor], None]) -> None:
@@ -213,7 +213,7 @@ class PrefetchCache:
         return min(self._ahead, len(self._sequence.known or ()) - 1)
 
     def _stay(self, i: int, kind: str, key: str) -> BufferUse:
-        """Of operation i: gradients from it on, values until it."""
+        """Use of memory by operation i: gradients from it on, values until it."""
         begin = i if kind == "push" else (i - self._reach) % len(self._sequence.known or ())
         return BufferUse(i, begin, self._reach + 1, self._chunks[key].nbytes)
 
@@ -256,7 +256,7 @@ class PrefetchCache:
     def _move(
         self, key: str, row: Tensor, handed: Future[None] | None, *after: StreamEvent
     ) -> tuple[Values, StreamEvent]:
-        """In the thread that waits for values."""
+        """Move values to the device, in the thread that waits for them."""
         if handed is not None:
             handed.result()  # what asks for them
         values, included = self._answers.values(key)
@@ -268,6 +268,6 @@ class PrefetchCache:
 
 
 def _hand(there: Tensor, row: Tensor, done: StreamEvent, send: Callable[[Tensor], None]) -> None:
-    """In the thread that hands over; ``row`` is only held until its copy is done."""
+    """Hand over a gradient, in a thread of its own; ``row`` is only held until its copy is done."""
     done.wait()
     send(there)

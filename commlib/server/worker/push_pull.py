@@ -288,7 +288,7 @@ class Pulled:
     out: Tensor
 
     def wait(self) -> None:
-        """Until it is there.
+        """Wait until the sum is there.
 
         Raises:
             PeerLost: as :meth:`ServerGroup.take`.

@@ -148,7 +148,7 @@ class WorkerSession:
             raise
 
     def _decline(self, why: Exception) -> None:
-        """Of those that begin the others would wait for it."""
+        """Tell the others not to wait for this worker, if it is of those that begin."""
         if not self._roll.newest() and self._terms.rank is not None:
             self._roll.end(f"worker {self._terms.rank} cannot take part: {why}")
 

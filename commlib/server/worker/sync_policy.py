@@ -13,7 +13,7 @@ from commlib.server.job.version_ledger import fresh
 
 
 class SyncPolicy:
-    """Of one worker.
+    """Policy of one worker: in which steps it pushes, and in which it fetches.
 
     Args:
         rule: Downpour's ``push`` and ``fetch``, WSP's waves; others push and fetch in every step.

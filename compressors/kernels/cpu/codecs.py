@@ -174,7 +174,7 @@ def strata(n: int, k: int, seed: int, device: torch.device) -> tuple[Tensor, Ten
 
 
 def _room(n: int) -> tuple[Places, Floats]:
-    """For n candidates, until this thread asks again."""
+    """Room for n candidates, until this thread asks again."""
     places, values = (scratch("candidates", (n,), dtype, _CPU) for dtype in (torch.int64, torch.float32))
     return places.numpy(), values.numpy()
 

@@ -58,6 +58,6 @@ def _cache(chosen: str) -> Path | None:
 
 
 def _digest() -> str:
-    """Of all that is compiled, and of what compiles it."""
+    """Digest of all that is compiled, and of what compiles it."""
     texts = [file.read_bytes() for file in sorted(Path(__file__).parents[1].rglob("*.py"))]
     return hashlib.blake2b(b"\0".join([numba.__version__.encode(), *texts]), digest_size=8).hexdigest()

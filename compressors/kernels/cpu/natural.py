@@ -19,7 +19,7 @@ NEGATIVE = np.int32(128)
 def natural_encode(
     x: Floats, old: Floats, v: Floats, carried: bool, scale: Floats, codes: Bytes, low: np.uint32, high: np.uint32
 ) -> None:
-    """As the reference's."""
+    """Same as the reference's ``natural_encode``."""
     absmax = joined_absmax(x, old, v, carried)
     up, down, power = normal(absmax)
     largest = scale[0] = (power if absmax > ZERO else ZERO) if absmax < INFINITY else NAN

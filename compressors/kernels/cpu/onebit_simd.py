@@ -20,7 +20,7 @@ _NUMBER, _EIGHT = ir.IntType(64), ir.VectorType(ir.FloatType(), LANES)
 
 
 def _ask(builder: Any, place: Any) -> None:
-    """For a line that the next call reads: it comes to the second cache meanwhile. It need not be there at all."""
+    """Prefetch a line that the next call reads into the second cache. It need not be there at all."""
     byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
     insert: Any = cgutils.get_or_insert_function
@@ -41,7 +41,7 @@ class _Sides:
         self.ones = ir.Constant(_NUMBER, 0)
 
     def sums(self) -> list[Any]:
-        """Of the values ≥ 0, and of the others."""
+        """Sums of the values ≥ 0, and of the others."""
         groups = [self._over_k(LANES * j, WIDTH, BLOCK // WIDTH) for j in range(WIDTH // LANES)]
         while len(groups) > 1:
             half = len(groups) // 2

@@ -74,7 +74,7 @@ def normal(absmax: Scalar) -> tuple[Scalar, Scalar, Scalar]:
 
 @jit
 def _nothing(v: Floats, carried: bool, codes: Words, code: int) -> None:
-    """Of a block that has a value that is not finite: its scale says so."""
+    """Codes of a block that has a value that is not finite: its scale says so."""
     codes[: len(v)] = code
     if carried:
         v[:] = NAN
@@ -99,7 +99,7 @@ def _nearest(
 def linear_encode(
     x: Floats, old: Floats, v: Floats, carried: bool, scales: Floats, fields: Bytes, block: int, levels: int, width: int
 ) -> None:
-    """As the reference's."""
+    """Same as the reference's ``linear_encode``."""
     n, span = len(v), max(block, CHUNK // block * block)  # blocks at a time: cutting arrays takes time, too
     codes = np.empty(min(n, span), np.int32)
     for first in range(0, n, span):
@@ -142,7 +142,7 @@ def norm_encode(
     x: Floats, old: Floats, v: Floats, carried: bool, scales: Floats, fields: Bytes, block: int, levels: int,
     width: int, low: np.uint32, high: np.uint32,
 ) -> None:  # fmt: skip
-    """As the reference's."""
+    """Same as the reference's ``norm_encode``."""
     n, span = len(v), max(block, CHUNK // block * block)
     codes, half = np.empty(min(n, span), np.int32), np.empty(HALF, np.float32)
     sums = np.empty((min(n, block) + BLOCK - 1) // BLOCK, np.float32)
@@ -238,7 +238,7 @@ def ternary_encode(
     x: Floats, old: Floats, v: Floats, carried: bool, scales: Floats, trits: Bytes, block: int,
     low: np.uint32, high: np.uint32,
 ) -> None:  # fmt: skip
-    """As the reference's."""
+    """Same as the reference's ``ternary_encode``."""
     n, codes = len(v), np.empty(CHUNK, np.int32)
     for b in range((n + block - 1) // block):
         start, end = b * block, min(n, (b + 1) * block)

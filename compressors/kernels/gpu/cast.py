@@ -50,7 +50,7 @@ def cast_encode(
     x: tl.tensor, old: tl.tensor, new: tl.tensor, payload: tl.tensor, n: tl.tensor, CARRIED: tl.constexpr,
     BRAIN: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """To bfloat16 (BRAIN) or float16."""
+    """Cast to bfloat16 (BRAIN) or float16."""
     i = _indices(WIDTH)
     there = i < n
     v = joined(x, old, i, there, CARRIED)

@@ -63,7 +63,7 @@ class BitPacking(NamedTuple):
 
 
 def packing(width: int) -> BitPacking:
-    """Of numbers below 2^width, 1 ≤ width ≤ 16."""
+    """Packing of numbers below 2^width, 1 ≤ width ≤ 16."""
     shared = math.gcd(8, width)
     return BitPacking(width, 8 // shared, width // shared, (8 - shared + width + 7) // 8)
 

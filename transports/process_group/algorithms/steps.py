@@ -77,7 +77,7 @@ class Position:
         return [(self.rank + k) % self.size for k in range(1, self.size)]
 
     def sources(self) -> list[int]:
-        """In the order in which they think of this one, by :meth:`others`."""
+        """Ranks in the order in which they think of this one, by :meth:`others`."""
         return [(self.rank - k) % self.size for k in range(1, self.size)]
 
     def pieces(self, flat: Tensor) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The ``commlib`` command: a door to whatever is installed under the entry-point group ``commlib.commands``.
+"""The ``commlib`` command, and whatever is installed under the entry-point group ``commlib.commands``.
 
 A command is a plain function or a ``typer.Typer``. Only the one that is called gets imported, so a
 package that one command needs and another does not is missed by the first alone.

@@ -1,4 +1,4 @@
-"""Spec strings and the door through which codecs come in.
+"""Spec strings of codecs, and the entry points where codecs are found.
 
 Codecs are found through the entry-point group ``commlib.compressors``: ours and a third party's
 alike. A spec string names one with its options::

@@ -1,4 +1,4 @@
-"""What a DDP model has for a hook, as long as it lives: a door, behind which one state comes and another goes.
+"""The one communication hook of a DDP model: a slot that a state is attached to, and taken from again.
 
 PyTorch registers one hook for a DDP model's lifetime, and never takes it away again. So what is registered is thin: it
 hands a bucket to the state that is attached now, or, if none is, does what DDP does by itself.
@@ -46,8 +46,8 @@ class HookSlot:
         return nobody, ()
 
     @property
-    def door(self) -> HookSlot:
-        """Itself: what a hook has for a state leads to one."""
+    def slot(self) -> HookSlot:
+        """This slot itself: whatever state a hook has, its ``slot`` leads here."""
         return self
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -72,30 +72,30 @@ def _only(done: torch.futures.Future[list[Tensor]]) -> Tensor:
     return value
 
 
-_doors: weakref.WeakKeyDictionary[DistributedDataParallel, HookSlot] = weakref.WeakKeyDictionary()
+_SLOTS: weakref.WeakKeyDictionary[DistributedDataParallel, HookSlot] = weakref.WeakKeyDictionary()
 
 
-def door_of(ddp: DistributedDataParallel) -> HookSlot | None:
-    """The one that a model has, whether its hook was registered by ``attach`` or by the user; None: it has none."""
+def slot_of(ddp: DistributedDataParallel) -> HookSlot | None:
+    """Slot that a model has, whether its hook was registered by ``attach`` or by the user; None: it has none."""
     for _, state in ddp._comm_hooks:
-        found = getattr(state, "door", None)
+        found = getattr(state, "slot", None)
         if isinstance(found, HookSlot):
             return found
-    return _doors.get(ddp)
+    return _SLOTS.get(ddp)
 
 
 def check_free(ddp: Any) -> None:
     """Raises TypeError if it is no DDP model, ValueError if something is attached, or another hook is there."""
-    door = door_of(ddp) if isinstance(ddp, DistributedDataParallel) else None
-    if door is None:
+    slot = slot_of(ddp) if isinstance(ddp, DistributedDataParallel) else None
+    if slot is None:
         check_ddp(ddp)
-    elif door.attached is not None:
+    elif slot.attached is not None:
         raise ValueError(
             "commlib is attached already to this DDP model: comm.swap(…), of what attach() returned, changes how "
             "gradients travel, and after comm.detach() you can attach() again"
         )
 
 
-def give(ddp: DistributedDataParallel, door: HookSlot) -> HookSlot:
-    """A model's door from now on: the one it has, or this one."""
-    return _doors.setdefault(ddp, door_of(ddp) or door)
+def give(ddp: DistributedDataParallel, slot: HookSlot) -> HookSlot:
+    """Give a model its slot: the one it has, or this one."""
+    return _SLOTS.setdefault(ddp, slot_of(ddp) or slot)

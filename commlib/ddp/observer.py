@@ -268,10 +268,10 @@ class _AtJoin:
     """Stands before the model's ``join_hook``, which every rank calls, even one that has no inputs at all."""
 
     def __init__(self, lookout: weakref.ref[PassiveObserver], ddp: DistributedDataParallel) -> None:
-        self._lookout, self._ddp = lookout, weakref.ref(ddp)
+        self._observer, self._ddp = lookout, weakref.ref(ddp)
 
     def __call__(self, **options: Any) -> Any:
-        if (it := self._lookout()) is not None:
+        if (it := self._observer()) is not None:
             it.leave()  # ranks will drop out one by one, which only a hook sees
         return self._plain()(**options)
 

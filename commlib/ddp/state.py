@@ -105,7 +105,7 @@ class HookState:
         self._timeout, self._min_size, self._dense_steps, self._shadow = timeout, min_size, dense_steps, False
         self._module = weakref.ref(module)
         self._tracer = Tracer(module, self.world.rank)
-        self._lookout: PassiveObserver | None = None
+        self._observer: PassiveObserver | None = None
         try:
             check_numbers(timeout, dense_steps=dense_steps, min_size=min_size, seed=seed, check_replicas=check_replicas)
             limit, self._servers = RateLimit.of(limit), Servers.of(servers, limited=limit is not None)
@@ -115,7 +115,7 @@ class HookState:
             self._scale, self._store = LossScale(scaler, module), MemoryStore()
             self._steps = StepCommit(self._store)
             kept: dict[str, Any] = {"dense_steps": dense_steps, "seed": seed}
-            self._sorter = BucketPlanner(setup.specs, self.world, self._levels, self._store, self._steps, **kept)
+            self._buckets = BucketPlanner(setup.specs, self.world, self._levels, self._store, self._steps, **kept)
             factors = self._layers(module, setup)
         except Exception as e:
             publish_failure(self._group, self._key, self.world, e)
@@ -125,33 +125,33 @@ class HookState:
         agree(self._group, self._key, setup.terms(factors, self._terms), self.world, timeout)
         self._names = {id(p): n for n, p in trained_parameters(inside(module)).items()}
         where = self._group, self._key, self.world, setup.device, self._levels, self._about
-        self._wiring = Resources(*where, limit, self._servers, timeout)
-        weakref.finalize(self, self._wiring.close, wait=False)
+        self._resources = Resources(*where, limit, self._servers, timeout)
+        weakref.finalize(self, self._resources.close, wait=False)
         self._turn(setup, factors, self._key)
         guard = None
         if check_replicas:
             lost = f"{self._key}/lost"
             guard = DriftGuard(module, self._group, self.world, lost, check_replicas, setup.device)
-        self._monitor = Monitor(self, self._tracer, setup.device, self._sorter.gauge, guard)
+        self._monitor = Monitor(self, self._tracer, setup.device, self._buckets.gauge, guard)
         own = module.process_group if isinstance(module, DistributedDataParallel) else self._group
-        self.door, self.untraced = HookSlot(own, self), untraced(HookState.reduce)
+        self.slot, self.untraced = HookSlot(own, self), untraced(HookState.reduce)
 
     def follow(self, ddp: DistributedDataParallel) -> None:
         """Have this DDP model exchange by this state: it gets the hook as soon as there is something for that to do.
 
         Until then DDP goes on as if nothing were attached, and its exchanges are only counted (docs/adr/0012).
         """
-        self.door = give(ddp, self.door)
-        self.door.attached = self
-        if any(getattr(state, "door", None) is self.door for _, state in ddp._comm_hooks):
+        self.slot = give(ddp, self.slot)
+        self.slot.attached = self
+        if any(getattr(state, "slot", None) is self.slot for _, state in ddp._comm_hooks):
             return  # it is registered already
         if self._idle() and self._group is ddp.process_group and visible(ddp):
-            told = self._fence, self._exchanged, (self.door, hook)
-            self._lookout = PassiveObserver(ddp, self._sorter.meters, self.world, *told)
-            self._tracer.follow(*self._tracer.sources, self._lookout)
+            told = self._fence, self._exchanged, (self.slot, hook)
+            self._observer = PassiveObserver(ddp, self._buckets.meters, self.world, *told)
+            self._tracer.follow(*self._tracer.sources, self._observer)
             self._hook_if_needed()
         else:
-            ddp.register_comm_hook(self.door, hook)
+            ddp.register_comm_hook(self.slot, hook)
 
     # -- what a user calls ----------------------------------------------------------------------
 
@@ -175,8 +175,8 @@ class HookState:
         self._steps.settle()
         routes = {p.spec.name: (str(p.route), p.spec.numel) for p in self._plan}
         steps, tracks = self._steps, self._sequencer.tracks
-        sent = tracks.wire_bytes + (self._lookout.sent if self._lookout else 0.0)
-        return Stats.of(steps.count, steps.skipped, sent, routes, self._sorter.meters, tracks.inter_bytes)
+        sent = tracks.wire_bytes + (self._observer.sent if self._observer else 0.0)
+        return Stats.of(steps.count, steps.skipped, sent, routes, self._buckets.meters, tracks.inter_bytes)
 
     def state_dict(self) -> StateDict:
         """This rank's residuals and step count: copies in unscaled units, valid at any time between steps.
@@ -277,7 +277,7 @@ class HookState:
             module = self._whole("swap")
             self._steps.settle()
             setup = self._setup(module, compressor, live=True)
-            self._wiring.refuse(setup)
+            self._resources.refuse(setup)
             factors = self._layers(module, setup)
         except Exception as e:
             publish_failure(self._group, key, self.world, e)
@@ -299,7 +299,7 @@ class HookState:
             PlanMismatch: another rank does something else, or at another step; nothing is changed.
             PeerLost: a rank did not come in time. This model exchanges nothing more.
         """
-        if self.door.attached is not self:
+        if self.slot.attached is not self:
             return
         key = meeting_place(self._group, self.world)
         try:
@@ -317,16 +317,16 @@ class HookState:
                 len(held),
                 some,
             )
-        if self._lookout is not None:
-            self._lookout.remove()
-        self.door.attached = None
+        if self._observer is not None:
+            self._observer.remove()
+        self.slot.attached = None
         self._plan = self._plan.noted("detached: DDP exchanges by itself")
         self._monitor.end()
-        self._wiring.release()
+        self._resources.release()
 
     def close(self) -> None:
         """Ends threads, a trace and a log; leaves servers. (A further backward pass would start threads again.)"""
-        self._wiring.close()
+        self._resources.close()
         self._monitor.end()
 
     def __reduce__(self) -> tuple[Callable[[], CopiedState], tuple[()]]:
@@ -343,15 +343,15 @@ class HookState:
 
     def _layers(self, module: nn.Module, setup: AttachConfig) -> FactorLayers | None:
         """Linear layers whose rows may be caught, without taps yet."""
-        on, seeds = weakref.WeakMethod(self._sorter.with_factors), weakref.WeakMethod(self._sorter.row_seeds)
+        on, seeds = weakref.WeakMethod(self._buckets.with_factors), weakref.WeakMethod(self._buckets.row_seeds)
         routes, watched = setup.row_routes(), setup.chosen_later
         return FactorLayers.of(module, setup.layers, self.world, on, seeds, routes, watched=watched)
 
     def _turn(self, setup: AttachConfig, factors: FactorLayers | None, key: str) -> None:
         """All ranks have agreed."""
-        self._wiring.turn(self, setup, factors, key, self._sorter.meters)
+        self._resources.turn(self, setup, factors, key, self._buckets.meters)
         self._plan = setup.plan
-        self._tracer.follow(self._sequencer, self._steps, self._manager, self._lookout)
+        self._tracer.follow(self._sequencer, self._steps, self._manager, self._observer)
 
     def _whole(self, doing: str) -> nn.Module:
         """The model, if there is something to change, and nothing has gone wrong.
@@ -361,7 +361,7 @@ class HookState:
             CommlibError: what had gone wrong.
         """
         module = self._module()
-        if self.door.attached is not self or module is None:
+        if self.slot.attached is not self or module is None:
             raise ValueError(f"{doing}: this state was detached; call commlib.attach(ddp, …) again")
         if self._sequencer.failed is not None:
             raise self._sequencer.failed
@@ -378,21 +378,21 @@ class HookState:
 
     @property
     def _sequencer(self) -> Sequencer:
-        return self._wiring.sequencer
+        return self._resources.sequencer
 
     @property
     def _factors(self) -> FactorLayers | None:
-        return self._wiring.factors
+        return self._resources.factors
 
     @property
     def _manager(self) -> Manager | None:
-        return self._wiring.manager
+        return self._resources.manager
 
     # -- without a hook -------------------------------------------------------------------------
 
     def _idle(self) -> bool:
         """Whether a hook would have nothing to do: all goes as it is, by the shortest way, and nothing is held back."""
-        return not (self._wiring.throttle.limit or self._levels) and self._store.empty and self._plan.plain
+        return not (self._resources.throttle.limit or self._levels) and self._store.empty and self._plan.plain
 
     def _fence(self, meter: Meter) -> None:
         """DDP has issued all it has to exchange, by itself. One value behind it shows who does not come.
@@ -418,16 +418,16 @@ class HookState:
         self._monitor.exchanged(self._steps.count, joined=False, meanwhile=self._meanwhile)
 
     def _hook_if_needed(self) -> None:
-        if self._lookout is not None and not self._idle():
-            self._lookout.leave()
-        elif self._lookout is not None:
-            self._lookout.watch(self._manager is not None and self._manager.decision.watch)
+        if self._observer is not None and not self._idle():
+            self._observer.leave()
+        elif self._observer is not None:
+            self._observer.watch(self._manager is not None and self._manager.decision.watch)
 
     # -- a step, bucket by bucket ---------------------------------------------------------------
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Exchanges one bucket; DDP calls this (through :func:`hook`) in bucket order on every rank."""
-        return self.door.reduce(bucket)
+        return self.slot.reduce(bucket)
 
     def exchange(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """:meth:`reduce` while this is attached."""
@@ -436,7 +436,7 @@ class HookState:
             self._store.rescale(self._scale.now())
             self._shadow = not at_end_of_backward(self._finish)
         buffer = bucket.buffer()
-        plain = self._sorter.plain(bucket, self._plan)
+        plain = self._buckets.plain(bucket, self._plan)
         names = [name_of(p, self._names) for p in bucket.parameters()] if plain is None else plain.names
         if self._manager is not None:
             self._manager.bucket(names)
@@ -445,9 +445,9 @@ class HookState:
             future = self._sequencer.single(label, plain.mean(buffer, self.world), buffer)
         else:
             if plain is None:
-                trips = self._sorter.rounds(bucket, names, self._plan, self._factors)
+                trips = self._buckets.rounds(bucket, names, self._plan, self._factors)
             else:
-                trips = [self._sorter.checked(plain.rounds(buffer, self.world), buffer)]
+                trips = [self._buckets.checked(plain.rounds(buffer, self.world), buffer)]
             parts = [label] if len(trips) == 1 else [f"part {i} of {label}" for i in range(len(trips))]
             *_, future = [self._sequencer.submit(p, trip, buffer) for p, trip in zip(parts, trips, strict=True)]
         self._steps.submitted(future, last=bucket.is_last())

@@ -81,8 +81,8 @@ class FsdpCommunicator:
         self.meters = {name: Meter(self.device) for name in names}
         self.value_meters = {name: Meter(self.device) for name in names}
         kept = {"dense_steps": dense_steps, "seed": seed}
-        self._sorter = GradientReducer(plan, shard, self.store, self.steps, self.meters, **kept)
-        self.gauge = self._sorter.gauge
+        self._reducer = GradientReducer(plan, shard, self.store, self.steps, self.meters, **kept)
+        self.gauge = self._reducer.gauge
         self._monitor: Callable[[], Monitor | None] = _nobody
         self._flags: list[Tensor] = []
         self._pass = -1
@@ -104,7 +104,7 @@ class FsdpCommunicator:
     def plain(self, unit: ParamGroup) -> bool:
         """Whether all of a unit's gradients go as they are in this step, and nothing is held back of them."""
         self._begin()
-        return self._sorter.plain(unit.present)
+        return self._reducer.plain(unit.present)
 
     def reduced(self, unit: ParamGroup, table: Tensor, out: Tensor) -> None:
         """FSDP2's own collective has done it."""
@@ -135,7 +135,7 @@ class FsdpCommunicator:
         self._begin()
         scale = {_MEAN: 1 / self._shard.size, _SUM: 1.0}.get(_kind(op))
         table = table.view(self._shard.size, -1)
-        items = self._sorter.for_owners(unit, table)
+        items = self._reducer.for_owners(unit, table)
         trip = ReduceScatter().rounds(items, table, out, self._shard, self._factor(scale, op))
         self.steps.submitted(self._go(self._sequencer, unit, trip, out), last=False)
         self._seen(out)
@@ -146,7 +146,7 @@ class FsdpCommunicator:
         self._begin()
         between = self._replicas.inter
         factor = self._factor({_MEAN: 1.0, _SUM: float(between.size)}.get(_kind(op)), op)
-        routes = self._sorter.for_replicas(unit, flat, self._replicas)
+        routes = self._reducer.for_replicas(unit, flat, self._replicas)
         trip = lockstep([EXCHANGES[name].rounds(items, between, None) for name, items in routes.items()])
         self.steps.submitted(self._go(self._between, unit, trip, flat), last=False)
         if factor != 1.0:
@@ -156,7 +156,7 @@ class FsdpCommunicator:
     def values(self, unit: ParamGroup, part: Tensor, out: Tensor) -> None:
         """This rank's chunks of a unit's parameters, (n,), to all: ``out``, (P·n,), the same bits on every rank."""
         specs = [LayerSpec(s.name, s.shape, part.dtype, self.device) for s in unit.gathered()]
-        meters, arena = [self.value_meters[s.name] for s in specs], self._sorter.arena(("values", unit.name))
+        meters, arena = [self.value_meters[s.name] for s in specs], self._reducer.arena(("values", unit.name))
         codecs = [self._codecs.get(s.name) for s in specs]
         trip = parameters.rounds(specs, codecs, part, out, self._shard, meters, arena)
         self._go(self._sequencer, unit, trip, out, "parameters of ")
@@ -195,7 +195,7 @@ class FsdpCommunicator:
         this = torch._C._current_graph_task_id()
         if this == self._pass:
             return
-        self.steps.begin(remembers=self._sorter.remembers)  # a pass before it that broke off is given up
+        self.steps.begin(remembers=self._reducer.remembers)  # a pass before it that broke off is given up
         self.store.rescale(self._scale.now())
         self._flags, self._pass = [], this
         if not at_end_of_backward(self._end):

@@ -1,4 +1,4 @@
-"""A rank's door to others: frames go out and come in, in order for each peer, and none is lost without a word.
+"""Endpoint of a rank: frames go out to others and come in, in order for each peer, and none is lost without a word.
 
 Here is what all transports share: who is who (:mod:`commlib.messaging.peers`), how much may be on its way
 (:mod:`commlib.messaging.flow_control`), whose turn it is to read (:mod:`commlib.messaging.shared_reader`), deadlines,
@@ -296,7 +296,7 @@ class Endpoint(ABC):
         self._shut([peer.rank for peer in told], seconds)
 
     def _hear_goodbyes(self, peers: Sequence[Peer], end: float) -> None:
-        """Peers mostly close at the same time, and what is said to one that has shut its door never leaves."""
+        """Peers mostly close at the same time, and what is said to one that has closed never leaves."""
         while any(p.error is None and p.incoming is not None for p in peers) and (left := end - time.monotonic()) > 0:
             for arrival in self._take(left):
                 self._peers.deliver(arrival)

@@ -26,16 +26,16 @@ class EndpointFactory(Protocol):
 
 
 @functools.cache
-def doors() -> Mapping[str, EntryPoint]:
+def endpoint_kinds() -> Mapping[str, EntryPoint]:
     """Name → entry point of every installed one."""
     return installed(GROUP, "endpoints")
 
 
-def door(name: str) -> EndpointFactory:
+def endpoint_kind(name: str) -> EndpointFactory:
     """Find what opens endpoints of this name.
 
     Raises:
         ValueError: there is none of this name.
         MissingDependency: it needs a package that is not installed.
     """
-    return cast(EndpointFactory, fetch("endpoint", name, doors()))
+    return cast(EndpointFactory, fetch("endpoint", name, endpoint_kinds()))

@@ -154,7 +154,7 @@ def embedded(world: World) -> tuple[bool, bool, list[int]]:
     plain = Trainer(world, None)
     plain.train(4)
     served = Trainer(world, "push_pull", servers="embedded:2")
-    pids = [child.pid for child in served.comm._wiring.servers._embedded._children]
+    pids = [child.pid for child in served.comm._resources.servers._embedded._children]
     served.train(4)
     equal, same = torch.equal(plain.weights(), served.weights()), same_everywhere(world, served.weights())
     served.close()

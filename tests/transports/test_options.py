@@ -33,14 +33,14 @@ def test_beyond_this_machine_keys_are_needed_and_asked_for(tmp_path: Path, monke
     monkeypatch.setenv("COMMLIB_KEYS", str(tmp_path))
     monkeypatch.setattr(rendezvous, "is_loopback", lambda host: False)
     with pytest.raises(AuthenticationError, match=r"no key 'default' .*'commlib keys new default' makes one"):
-        rendezvous.doors(new_store(), "k", World(0, 1), Options(), 1.0)
+        rendezvous.opener(new_store(), "k", World(0, 1), Options(), 1.0)
 
 
 def test_loopback_is_no_way_between_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     store = new_store()
     rendezvous.say(store, "k/machine", World(1, 2), "another")
     with pytest.raises(CommlibError, match="the group is of 2 machines: name the interface by COMMLIB_HOST"):
-        rendezvous.doors(store, "k", World(0, 2), Options(host="127.0.0.1"), 1.0)
+        rendezvous.opener(store, "k", World(0, 2), Options(host="127.0.0.1"), 1.0)
 
 
 def test_options_of_another_backend_are_refused() -> None:

@@ -49,8 +49,8 @@ def create(about: Any, options: Options | None = None) -> ZmqGroup:
     seconds = timeout.total_seconds()
     job = str(about.group_id)
     try:
-        open_door = rendezvous.doors(store, "zmq", world, chosen, seconds)
-        endpoint = open_door(job)
+        open_endpoint = rendezvous.opener(store, "zmq", world, chosen, seconds)
+        endpoint = open_endpoint(job)
     except BaseException as e:
         rendezvous.decline(store, "zmq/at", world, e)
         raise
@@ -66,7 +66,7 @@ def create(about: Any, options: Options | None = None) -> ZmqGroup:
         raise
 
     def open_mail() -> ZeroMQ:
-        found = open_door(f"{job} mail")
+        found = open_endpoint(f"{job} mail")
         rendezvous.introduce(store, "zmq/mail", world, found)
         return found
 

@@ -53,7 +53,7 @@ def decline(store: Any, key: str, world: World, why: BaseException) -> None:
     say(store, key, world, {_DECLINED: f"{type(why).__name__}: {why}"})
 
 
-def doors(store: Any, key: str, world: World, options: Options, seconds: float) -> Callable[[str], ZeroMQ]:
+def opener(store: Any, key: str, world: World, options: Options, seconds: float) -> Callable[[str], ZeroMQ]:
     """What opens this rank's endpoints, by their job: at the right interface, with keys where these are needed.
 
     All ranks come.

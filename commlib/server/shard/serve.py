@@ -12,7 +12,7 @@ import torch
 
 from commlib.errors import CommlibError
 from commlib.messaging.endpoint import Endpoint
-from commlib.messaging.registry import WINDOW, door
+from commlib.messaging.registry import WINDOW, endpoint_kind
 from commlib.server.job.job import ServerJob
 from commlib.server.job.worker_groups import Topology
 from commlib.server.membership import rendezvous
@@ -67,7 +67,7 @@ def serve(
     roll = MembershipStore(rendezvous.visit(address, job, timeout), timeout)
     towards = rendezvous.parse(address)[0]
     id = roll.new_id() if number is None else PLACED + number
-    with door(endpoint)(id, job=job, towards=towards, timeout=timeout, window=WINDOW) as mine:
+    with endpoint_kind(endpoint)(id, job=job, towards=towards, timeout=timeout, window=WINDOW) as mine:
         me = roll.enlist(SHARD, mine.address, getattr(mine, "public_key", None), place(), mine.rank)
         ready(me.name)
         try:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from commlib.errors import CommlibError, PeerLost, PlanMismatch
-from commlib.messaging.registry import WINDOW, door
+from commlib.messaging.registry import WINDOW, endpoint_kind
 from commlib.server.job.job import ServerJob
 from commlib.server.membership import rendezvous
 from commlib.server.membership.heartbeat import Membership
@@ -72,7 +72,9 @@ class WorkerSession:
         id = terms.rank if terms.rank is not None else self._roll.new_id()
         towards = rendezvous.parse(terms.address)[0]
         try:
-            opened = door(terms.endpoint)(id, job=terms.name, towards=towards, timeout=terms.timeout, window=WINDOW)
+            opened = endpoint_kind(terms.endpoint)(
+                id, job=terms.name, towards=towards, timeout=terms.timeout, window=WINDOW
+            )
         except (CommlibError, ValueError) as e:
             self._decline(e)
             raise

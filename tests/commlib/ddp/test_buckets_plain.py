@@ -34,8 +34,8 @@ class Watch:
     """How many buckets have been sorted."""
 
     def __init__(self, comm: HookState) -> None:
-        self.sorted, self._sort = 0, comm._sorter.rounds
-        vars(comm._sorter)["rounds"] = self
+        self.sorted, self._sort = 0, comm._buckets.rounds
+        vars(comm._buckets)["rounds"] = self
 
     def __call__(self, *args: Any) -> Any:
         self.sorted += 1
@@ -163,7 +163,7 @@ def replanned(world: World) -> tuple[list[int], int, float, float]:
         train(ddp, world, range(step, step + 1))
     stats = comm.stats()
     comm.close()
-    shares = [len(meter._shares) for meter in comm._sorter.meters.values()]
+    shares = [len(meter._shares) for meter in comm._buckets.meters.values()]
     return shares, watch.sorted, stats.wire_bytes, sum(layer.wire_bytes for layer in stats.layers.values())
 
 

@@ -446,7 +446,7 @@ def disagree(world: World) -> dict[str, Any]:
         "texts": texts,
         "same": torch.equal(ours.weights(), calm.weights()),
         "plan": str(ours.comm.plan) == str(calm.comm.plan),
-        "attached": ours.comm.door.attached is ours.comm,
+        "attached": ours.comm.slot.attached is ours.comm,
     }
     ours.close()
     calm.close()

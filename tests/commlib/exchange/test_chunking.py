@@ -210,7 +210,7 @@ def real(world: World, rule: Any, steps: int) -> tuple[bool, bool, bool]:
     def trained() -> tuple[Tensor, dict[str, Any]]:
         trainer = Trainer(world, rule, cap=0.001)
         trainer.train(steps)
-        assert bool(trainer.comm._sorter._parts) == (chunking.SIZE == SIZE)
+        assert bool(trainer.comm._buckets._parts) == (chunking.SIZE == SIZE)
         state = trainer.comm.state_dict()["ranks"][str(world.rank)]
         stats = trainer.comm.stats()
         assert abs(sum(layer.wire_bytes for layer in stats.layers.values()) - stats.wire_bytes) <= len(stats.layers)

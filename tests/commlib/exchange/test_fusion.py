@@ -191,7 +191,7 @@ def real(world: World, rule: Any, steps: int) -> tuple[bool, bool, bool]:
     counted = abs(sum(layer.wire_bytes for layer in stats.layers.values()) - stats.wire_bytes) <= len(stats.layers)
     biases = all(stats.layers[name].wire_bytes > 0 for name in ("0.bias", "2.bias", "4.bias"))
     trainer.close()
-    rode = bool(trainer.comm._sorter._shared._made)
+    rode = bool(trainer.comm._buckets._shared._made)
     return rode, counted and biases, same_everywhere(world, trainer.weights())
 
 

@@ -55,7 +55,7 @@ def connected(count: int, endpoint: Callable[[int], Endpoint]) -> Iterator[list[
 class Servers:
     """Workers 0 and 1, shards at ranks 2, 3 and 4."""
 
-    def __init__(self, endpoints: list[Endpoint], spec: str, copies: int, timeout: float = 120.0) -> None:
+    def __init__(self, ends: list[Endpoint], spec: str, copies: int, timeout: float = 120.0) -> None:
         rule, self.ranks = make(spec), {f"s{i}": 2 + i for i in range(3)}
         self.view: View = first(HashRing(self.ranks), range(2), {k: c.nbytes for k, c in CHUNKS.items()}, copies)
 
@@ -65,8 +65,8 @@ class Servers:
             return ChunkState(chunk.gather(START).clone(), sgd, range(2), rule.threshold())
 
         self.shards = [Shard(name, self.view, cell) for name in self.ranks]
-        self.nodes = [ShardNode(endpoints[self.ranks[s.name]], s, self.ranks) for s in self.shards]
-        self.clients = [ClientNode(endpoints[rank], ClientState(rank, self.view), self.ranks, timeout) for rank in range(2)]
+        self.nodes = [ShardNode(ends[self.ranks[s.name]], s, self.ranks) for s in self.shards]
+        self.clients = [ClientNode(ends[rank], ClientState(rank, self.view), self.ranks, timeout) for rank in range(2)]
 
     def __enter__(self) -> Servers:
         everyone: list[ShardNode | ClientNode] = [*self.nodes, *self.clients]
@@ -99,7 +99,7 @@ def train(client: ClientNode, worker: int, steps: int) -> None:
 def test_in_bulk_two_workers_train_as_one_process_would_to_the_last_bit(
     endpoint: Callable[[int], Endpoint], copies: int
 ) -> None:
-    with connected(5, endpoint) as endpoints, Servers(endpoints, "bsp", copies) as servers:
+    with connected(5, endpoint) as ends, Servers(ends, "bsp", copies) as servers:
         threads = [threading.Thread(target=train, args=(c, rank, 8)) for rank, c in enumerate(servers.clients)]
         for thread in threads:
             thread.start()
@@ -118,7 +118,7 @@ def test_in_bulk_two_workers_train_as_one_process_would_to_the_last_bit(
 
 
 def test_a_bounded_worker_runs_ahead_so_far_and_then_names_the_shard_and_who_is_behind() -> None:
-    with connected(5, InProc) as endpoints, Servers(endpoints, "ssp:2", 1) as servers:
+    with connected(5, InProc) as ends, Servers(ends, "ssp:2", 1) as servers:
         train(servers.clients[0], 0, 3)
         servers.clients[0]._timeout = 0.5  # for what it cannot get only
         with pytest.raises(
@@ -132,7 +132,7 @@ def test_a_bounded_worker_runs_ahead_so_far_and_then_names_the_shard_and_who_is_
 def test_a_push_of_another_model_is_named_on_both_sides_and_the_others_go_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with connected(5, InProc) as endpoints, Servers(endpoints, "asp", 1) as servers, caplog.at_level(logging.WARNING):
+    with connected(5, InProc) as ends, Servers(ends, "asp", 1) as servers, caplog.at_level(logging.WARNING):
         key = next(iter(CHUNKS))
         servers.clients[0].push(key, torch.zeros(99))
         with pytest.raises(ProtocolError, match=r"s\d: worker 0 pushes torch.float32 of shape \(99,\) to values"):
@@ -142,7 +142,7 @@ def test_a_push_of_another_model_is_named_on_both_sides_and_the_others_go_on(
 
 
 def test_a_push_that_is_not_finite_is_refused_and_its_worker_named(caplog: pytest.LogCaptureFixture) -> None:
-    with connected(5, InProc) as endpoints, Servers(endpoints, "asp", 1) as servers, caplog.at_level(logging.WARNING):
+    with connected(5, InProc) as ends, Servers(ends, "asp", 1) as servers, caplog.at_level(logging.WARNING):
         key = next(iter(CHUNKS))
         servers.clients[0].push(key, torch.full((13,), torch.nan))
         servers.clients[0].flush()
@@ -160,8 +160,8 @@ def test_a_push_that_is_not_finite_is_refused_and_its_worker_named(caplog: pytes
     ],
 )
 def test_nonsense_and_who_speaks_for_another_are_refused(parts: tuple[bytes, ...], said: str) -> None:
-    with connected(5, InProc) as endpoints, Servers(endpoints, "asp", 1) as servers:
-        endpoints[0].send(2, parts=parts)
+    with connected(5, InProc) as ends, Servers(ends, "asp", 1) as servers:
+        ends[0].send(2, parts=parts)
         servers.clients[0].pull(next(iter(CHUNKS)))
         with pytest.raises(ProtocolError, match=said):
             servers.clients[0]._until(lambda: None, str)
@@ -169,18 +169,18 @@ def test_nonsense_and_who_speaks_for_another_are_refused(parts: tuple[bytes, ...
 
 
 def test_a_shard_that_does_not_answer_is_named_within_the_deadline() -> None:
-    with connected(5, ZeroMQ) as endpoints, Servers(endpoints, "asp", 1) as servers:
+    with connected(5, ZeroMQ) as ends, Servers(ends, "asp", 1) as servers:
         train(servers.clients[0], 0, 1)
         servers.clients[0]._timeout = 1.0
         for node, rank in zip(servers.nodes, servers.ranks.values(), strict=True):
             node.stop()
-            endpoints[rank].close()
+            ends[rank].close()
         with pytest.raises(PeerLost, match=r"worker 0 waited 1 s for values of w\[0:13\] from s\d, at its clock 1"):
             train(servers.clients[0], 0, 1)
 
 
 def test_what_ends_a_job_is_raised_by_whoever_waits() -> None:
-    with connected(5, InProc) as endpoints, Servers(endpoints, "ssp:0", 1) as servers:
+    with connected(5, InProc) as ends, Servers(ends, "ssp:0", 1) as servers:
         waiting = threading.Timer(0.2, lambda: servers.clients[0].fail(PeerLost("all shards are lost")))
         waiting.start()
         with pytest.raises(PeerLost, match="all shards are lost"):

@@ -1,10 +1,8 @@
-"""What a lab is made of, as lines for ``ip -batch`` and ``tc -batch``. Pure text.
+"""Commands that make a lab, as lines for ``ip -batch`` and ``tc -batch``, and the rates its links can have. Pure text.
 
 Inside the keeper's network namespace, the *switch*: bridge ``br0`` with ports ``p0`` … ; port ``pN`` is one
 end of the cable to host N, a network namespace ``hN`` whose ``eth0`` is the other end. A token bucket on
 ``eth0`` slows what the host sends, one on ``pN`` what it receives: full duplex, each way at the rate.
-
-Rates that a link of the lab can have, and the token bucket that makes one.
 """
 
 from __future__ import annotations

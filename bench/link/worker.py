@@ -1,9 +1,4 @@
-"""What one rank of ``commlib bench link`` does: the raw line, then every operation of every backend.
-
-Which torch.distributed backends can be measured here.
-
-The raw line between two ranks of the default process group.
-"""
+"""Body of one rank of ``commlib bench link``: the raw line, then every operation of every backend there is."""
 
 from __future__ import annotations
 

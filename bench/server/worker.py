@@ -1,7 +1,4 @@
-"""What one rank of the benchmark does.
-
-A network that computes by sleeping: layers whose times and bytes are known.
-"""
+"""Body of one rank of ``commlib bench server``, and its network, which computes by sleeping."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What one rank does: measure the line, then take part in every visit until the schedule is through.
+"""Body of one rank of ``commlib bench train``: measures the line, then takes part in every trial of the schedule.
 
-What ends a rank that hangs, whatever it hangs in.
+A watchdog ends a rank that hangs, whatever it hangs in.
 """
 
 from __future__ import annotations

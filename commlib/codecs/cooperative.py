@@ -1,11 +1,8 @@
-"""A flat tensor as blocks of equal length, of which some are sent; the last one may be shorter.
+"""Contracts of codecs that an exchange drives step by step: low-rank ones, and ones that send blocks of a layer.
 
-Nothing here waits for a device: no shape depends on which blocks are chosen. And nothing is made that is as large as
-what is given: results go where they are wanted, and what is between is :func:`scratch`.
-
-Codecs that an exchange of their own drives, step by step.
-
-Products with a thin matrix.
+A flat tensor is cut into blocks of equal length; the last one may be shorter. Nothing here waits for a device: no shape
+depends on which blocks are chosen. And nothing is made that is as large as what is given: results go where they are
+wanted, and what is between is :func:`scratch`.
 """
 
 from __future__ import annotations

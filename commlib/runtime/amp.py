@@ -1,18 +1,11 @@
-"""Gradients of a loss that a GradScaler has scaled: nobody but autograd sees the scale.
+"""Mixed precision: the loss scale of a GradScaler, finite checks, and optimizers whose gradients others average.
 
-Those that leave during the backward pass are divided in their copies. Parameters' own are divided once, at the end of
-the step, and by the scaler itself: so it knows whether one has overflowed when its ``update()`` asks.
-
-The scale is read when the first gradient leaves. That waits for the device, as the gradient's copy does anyway: there
-is nothing to gain from reading it ahead, as DDP's hook does (:mod:`commlib.runtime.amp`), which copies nothing.
-
-Whether values are finite.
-
-What a GradScaler multiplies gradients by, known to the host without stalling the device.
-
-An optimizer whose rank has met what is not finite.
-
-A GradScaler whose gradients are shared out: it is told what all ranks have found, and no rank's own.
+:class:`LossScale` is what a scaler multiplies gradients by, known to DDP's hook without stalling the device.
+:class:`Scale` and :class:`Scaled` are for a parameter server's workers: nobody but autograd sees the scale. Gradients
+that leave during the backward pass are divided in their copies; parameters' own are divided once, at the end of the
+step, and by the scaler itself, so it knows whether one has overflowed when its ``update()`` asks. The scale is read
+when the first gradient leaves; that waits for the device, as the gradient's copy does anyway. A scaler whose gradients
+are shared out (:mod:`commlib.zero`) is told what all ranks have found, and no rank's own.
 """
 
 from __future__ import annotations

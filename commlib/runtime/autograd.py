@@ -1,12 +1,8 @@
-"""The beginning of a DDP model's forward pass.
-
-The end of a backward pass, and waiting there.
-
-What autograd and DDP call in the middle of a step is no code for ``torch.compile``.
+"""Callbacks at the beginning of a forward pass and at the end of a backward pass, outside of ``torch.compile``.
 
 A step may be compiled as a whole, backward pass and all. PyTorch leaves the backward pass to autograd, and its compiler
 sees the Python that autograd calls there: hooks, callbacks, functions' backward passes. Ours hand tensors to process
-groups and threads, and must run as they are written.
+groups and threads, and must run as they are written: :func:`untraced`.
 """
 
 from __future__ import annotations

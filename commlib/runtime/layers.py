@@ -1,7 +1,4 @@
-"""What a model's parameters are called, and what they are.
-
-What a route is chosen for: one parameter, as every rank sees it.
-"""
+"""Layers of a model: what its parameters are called, what they are, and what a route is chosen for."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A user's optimizer as a shard makes it for each chunk: the same class, and the options of the parameter's group.
+"""Optimizers that others step: recipes by which a shard makes them, a guard for the user's, one that replaces values.
 
-An optimizer that is not to be stepped by its user, while others do what it would.
-
-Keys that hold no model, but what was pushed last: for gradients that are summed at shards, and pulled by all.
+A shard makes an optimizer for each chunk by a :class:`Recipe`: the user's class, and the options of the parameter's
+group. :class:`StepGuard` keeps the user from stepping his own meanwhile. :class:`Replace` is for keys that hold no
+model but what was pushed last: gradients that are summed at shards, and pulled by all.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Memory for a moment, which a thread uses again and again.
-
-Large memory in large pages: what a step reads and writes all of once.
+"""Scratch memory that a thread uses again and again, and large memory in large pages.
 
 A page of 4 kB costs a fault when it is first touched, and a look at the page tables whenever its turn comes again: a
 copy takes a third longer than over pages of 2 MB. Linux has these for whoever asks (``madvise``), as it is set up on

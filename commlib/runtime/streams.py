@@ -1,9 +1,4 @@
-"""A side stream of a device, on which copies go while the device computes; on the CPU they are done at once.
-
-The CUDA side was written with care, and never run: there was no such device at hand.
-
-Values computed on the device, read by the host later without stalling it.
-"""
+"""Side streams for copies, and values read back from a device without stalling it; on the CPU all is done at once."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""A process group that carries out calls, and has none yet: what they have in common.
+"""Process group that carries out calls, and has none yet: what :class:`~.group.ZmqGroup` inherits.
 
 All ranks' copies of a call are made alike: which schedule, from what all of them know; and a text of it that every
-message bears.
-
-What torch.distributed asks of a process group besides its calls: names, the store, the time-out.
+message bears. Besides its calls torch.distributed asks a process group for names, the store and the time-out.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Calls that copy, with the arguments and results that PyTorch gives them.
+"""Process group ``zmq`` of torch.distributed: calls that copy and calls that add up, by schedules of sends and
+receives.
 
-``init_process_group("zmq")``: a process group of torch.distributed, by the schedules of
-:mod:`commlib.transports.process_group.algorithms`.
-
-Calls that add up, with the arguments and results that PyTorch gives them.
+The schedules are in :mod:`commlib.transports.process_group.algorithms`; arguments and results are PyTorch's.
 """
 
 from __future__ import annotations

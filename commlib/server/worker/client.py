@@ -1,9 +1,8 @@
-"""A worker's client behind an endpoint. Thin: what decides is in client.py.
+"""Client of a worker behind an endpoint. Thin: what decides is in client_state.py.
 
-Ordering: the client and its rows are touched under one lock, and messages are put into the rows under it, too: so they
-leave in the order in which the client gave them. A thread takes what comes; no other waits for the network.
-
-A worker's messages under way, for a trace: a push until it is acknowledged, a question until its values come.
+Ordering: the client and its queue are touched under one lock, and messages are put into the queue under it, too: so
+they leave in the order in which the client gave them. A thread takes what comes; no other waits for the network.
+:class:`RequestTrace` records messages under way: a push until it is acknowledged, a question until its values come.
 """
 
 from __future__ import annotations

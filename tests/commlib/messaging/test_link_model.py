@@ -70,9 +70,9 @@ def test_a_line_that_cannot_be_is_refused_by_name(name: str, bad: float) -> None
 
 
 BAD: dict[str, tuple[Callable[[], Link], str]] = {
-    "no rank": (lambda: Link(0, FREE, FREE), "at least one rank, got 0"),
-    "fewer than none": (lambda: Link(-2, FREE, FREE), "at least one rank, got -2"),
-    "a ring of no rank": (lambda: Link.ring(0, 1, 0), "at least one rank, got 0"),
+    "no rank": (lambda: Link(0, FREE, FREE), "at least 1, got 0"),
+    "fewer than none": (lambda: Link(-2, FREE, FREE), "at least 1, got -2"),
+    "a ring of no rank": (lambda: Link.ring(0, 1, 0), "at least 1, got 0"),
     "0 Gbit/s": (lambda: Link.ring(2, 0, 0), "more than 0 Gbit/s, got 0"),
     "negative Gbit/s": (lambda: Link.ring(2, -1, 0), "more than 0 Gbit/s, got -1"),
     "inf Gbit/s": (lambda: Link.ring(2, math.inf, 0), "more than 0 Gbit/s, got inf"),

@@ -27,6 +27,10 @@ pytestmark = pytest.mark.checkout
 
 DOCS = Path(__file__).parents[2] / "docs"
 STEPS = 4  # in the last one all that is made once is there
+OTHERS = "commlib-member"
+"""Thread of the heartbeats, which may come by meanwhile."""
+LATE = {"commlib/groups/handshake.py"}
+"""Who has waited for a second looks whether another rank calls the roll."""
 
 
 def told(page: str) -> list[str]:
@@ -59,7 +63,7 @@ class Files:
         }
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        if self.recording and event == "call":
+        if self.recording and event == "call" and not threading.current_thread().name.startswith(OTHERS):
             for root, name in sorted(self._roots.items(), reverse=True):  # in a wheel one lies in another
                 if frame.f_code.co_filename.startswith(f"{root}/"):
                     file = name + frame.f_code.co_filename[len(root) :]
@@ -97,8 +101,8 @@ def test_a_bucket_goes_the_way_that_its_page_tells(fleet: Fleet) -> None:
     pytest.importorskip("numba", reason="the page is of numba's kernels: pip install 'torch-commlib[numba]'")
     page = told("life-of-a-bucket.md")
     for order, seen in fleet.run(2, bucket):
-        assert order == page  # of the thread that trains; a lane's may still end the step before
-        assert seen == set(page)
+        assert [file for file in order if file not in LATE] == page  # a lane may still end the step before
+        assert seen - LATE == set(page)
 
 
 def test_a_push_goes_the_way_that_its_page_tells() -> None:
@@ -119,14 +123,8 @@ def test_a_push_goes_the_way_that_its_page_tells() -> None:
     with files.following(), Cluster(1, 1) as cluster:
         cluster.train(worker)
     page = told("life-of-a-push.md")
-    assert files.seen - MEMBERSHIP == set(page)
+    assert files.seen == set(page)
     assert len(page) == len(set(page))
-
-
-MEMBERSHIP = {
-    f"commlib/server/membership/{name}.py" for name in ("heartbeat", "registry", "failure_detector", "leader")
-}
-"""The heartbeat's thread, which may come by meanwhile."""
 
 
 @pytest.mark.parametrize("page", ["life-of-a-bucket.md", "life-of-a-push.md"])

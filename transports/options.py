@@ -1,4 +1,4 @@
-"""What a user may tell the backend; what is not told is found out, or read from the environment."""
+"""Options of the backend; what the user does not tell is found out, or read from the environment."""
 
 from __future__ import annotations
 

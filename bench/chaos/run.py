@@ -96,7 +96,7 @@ def worker(
 
 @dataclasses.dataclass
 class WorkerReport:
-    """What a worker told.
+    """Message of a worker: how far it is, and what it has seen.
 
     Args:
         seen: its pushes that were surely in.

@@ -49,7 +49,7 @@ def exchange(
     as_json: Json = False,
     save: Save = None,
 ) -> None:
-    """What a DDP step costs with each exchange and codec, at the shapes of a real model.
+    """Measure what a DDP step costs with each exchange and codec, at the shapes of a real model.
 
     The model computes nothing: its backward pass hands out prepared gradients, so a step is the exchange and
     what DDP adds to it. Every pair is visited once a round (attached anew, two steps not timed, then up to --steps
@@ -95,7 +95,7 @@ def exchange(
 
 
 def _unvisited(job: ExchangeJob, outcome: ExchangeOutcome) -> list[str]:
-    """What the time did not suffice for."""
+    """Pairs that the time did not suffice for, in words."""
     pairs = [p for p in job.pairs if p not in outcome.left_out]
     planned, done = len(pairs) * job.rounds, len(outcome.visits)
     if done >= planned:

@@ -58,7 +58,7 @@ class Rehearsed:
 
 @dataclasses.dataclass(frozen=True)
 class TrialSetting:
-    """What all visits have in common.
+    """Settings that all trials have in common.
 
     Args:
         layers: (name, shape) of every parameter.
@@ -79,7 +79,7 @@ class TrialSetting:
 
 @dataclasses.dataclass(frozen=True)
 class TrialShare:
-    """What one rank saw of the timed steps of a visit.
+    """Share of one rank in a trial: what it saw of the timed steps.
 
     Args:
         seconds: of each step, a backward pass with its exchange.

@@ -1,4 +1,4 @@
-"""What one rank does: measure the line, then visit the pairs in rounds until rounds or time are used up."""
+"""Body of one rank: measures the line, then visits the pairs in rounds until rounds or time are used up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHARE = 0.8  # of its part of the time left that a visit plans with: it may tak
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeJob:
-    """What to measure, and for how long.
+    """Job of the ranks: which pairs to measure, and for how long.
 
     Args:
         pairs: visited in this order in every round, the baseline first.
@@ -51,7 +51,7 @@ class Doing:
 
 @dataclasses.dataclass
 class ExchangeOutcome:
-    """What came of it: the raw line, the visits in order, and why pairs were left out."""
+    """Outcome of a job: the raw line, the trials in order, and why pairs were left out."""
 
     line: Stream | None
     visits: list[ExchangeTrial]

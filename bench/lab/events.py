@@ -1,4 +1,4 @@
-"""What happens to a lab's links while a command runs in it: events in time, as text and as values."""
+"""Events that change a lab's links while a command runs in it: in time, as text and as values."""
 
 from __future__ import annotations
 

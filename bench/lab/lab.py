@@ -22,7 +22,7 @@ _PATIENCE_S = 30.0  # for one command; they take milliseconds
 
 @dataclasses.dataclass(frozen=True)
 class Counters:
-    """What a host's interface has counted since the lab was made. Bytes are whole frames, headers included.
+    """Counts of a host's interface since the lab was made. Bytes are whole frames, headers included.
 
     A packet here is what the kernel hands to the interface: with segmentation offload one packet may be up
     to 64 kB, with one set of headers.
@@ -107,7 +107,7 @@ class Lab:
         self._run([*self._keeper.enter(), "sh", "-c", f"kill -{int(signum)} {named} 2>/dev/null || :"])
 
     def counters(self) -> list[Counters]:
-        """What each host's interface counted so far, read at the switch's end of the cable."""
+        """Counts of each host's interface so far, read at the switch's end of the cable."""
         shown = json.loads(self._run([*self._keeper.enter(), "ip", "-json", "-stats", "link", "show", "type", "veth"]))
         stats = {link["ifname"]: link["stats64"] for link in shown}
         queues = json.loads(self._run([*self._keeper.enter(), "tc", "-json", "-stats", "qdisc", "show"]) or "[]")
@@ -135,7 +135,7 @@ class Lab:
         return network_commands.PORT + self._starts - 1
 
     def environment(self, rank: int, port: int) -> Mapping[str, str]:
-        """What torchrun would set for a rank, and the backends' interface; rank 0 holds the store."""
+        """Environment that torchrun would set for a rank, and the backends' interface; rank 0 holds the store."""
         per = self.ranks_per_host
         host, local = divmod(rank, per)
         cpus = len(os.sched_getaffinity(0))

@@ -237,7 +237,7 @@ def signal_session(process: subprocess.Popen[bytes], signum: int) -> None:
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun sets for a rank whose agent holds the store; threads share the cores."""
+    """Environment that torchrun sets for a rank whose agent holds the store; threads share the cores."""
     lo = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     ifname = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", lo)} if lo else {}
     return {

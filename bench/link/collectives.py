@@ -26,7 +26,7 @@ _MODULUS = 61  # of the test values: sums over thousands of ranks stay exact in 
 
 @dataclasses.dataclass(frozen=True)
 class Buffers:
-    """What an operation works on.
+    """Buffers that an operation works on.
 
     Attributes:
         source: (values,) this rank's contribution; empty where it has none.

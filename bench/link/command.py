@@ -89,7 +89,7 @@ def link(
 
 
 def make_record(measured: LinkMeasured, settings: LinkSettings, about: dict[str, object]) -> Record:
-    """What is printed, saved and drawn."""
+    """Record that is printed, saved and drawn."""
     line = measured.line
     run = facts(
         **about,

@@ -1,4 +1,4 @@
-"""What was measured as rows: one a size for the record, one an operation for the reader."""
+"""Rows of what was measured: one a size for the record, one an operation for the reader."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def seconds_needed(measured: LinkMeasured, pairs: int) -> float:
 
 
 def notes(measured: LinkMeasured, pairs: int) -> list[str]:
-    """What is not in the table, why, and how to get it."""
+    """Notes on what is not in the table, why, and how to get it."""
     said = [f"{backend} cannot {op}: {why}" for (backend, op), why in measured.cannot.items()]
     if measured.left_out:
         several = len({backend for backend, _ in measured.left_out}) > 1

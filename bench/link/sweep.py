@@ -43,7 +43,7 @@ def affordable(each: float, known: Sequence[float], left: float) -> bool:
 
 
 def repetitions(times: Sequence[float], left: float) -> list[list[int]]:
-    """What to repeat, round by round: in each, how often every size is done.
+    """Repetitions, round by round: in each, how often every size is done.
 
     All sizes take part in every round, so that what slows the machine for a while slows all of them. The short
     ones are repeated within a round, for a quarter of the longest's time at most: they scatter most.

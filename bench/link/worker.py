@@ -62,7 +62,7 @@ _CHECKED = 64  # values a rank contributes to the check of each operation
 
 @dataclasses.dataclass(frozen=True)
 class LinkSettings:
-    """What to measure: names and sizes in order, and how long it may take."""
+    """Settings of a run: names and sizes in order, and how long it may take."""
 
     backends: tuple[str, ...]
     ops: tuple[str, ...]
@@ -93,7 +93,7 @@ class LinkPoint:
 
 @dataclasses.dataclass(frozen=True)
 class LinkProgress:
-    """What is being measured, and how many (backend, operation) pairs are done."""
+    """Progress of a run: what is being measured, and how many (backend, operation) pairs are done."""
 
     backend: str
     op: str
@@ -103,7 +103,7 @@ class LinkProgress:
 
 @dataclasses.dataclass(frozen=True)
 class LinkMeasured:
-    """What a run gives; ``left_out`` are the sizes there was no time for, ``cannot`` what a backend refused."""
+    """Figures of a run; ``left_out`` are the sizes there was no time for, ``cannot`` what a backend refused."""
 
     line: Stream | None
     points: list[LinkPoint]

@@ -122,7 +122,7 @@ def plan(
 
 
 def make_record(model: LayeredModel, setting: Assumptions, steps: Sequence[SchemeOutcome]) -> Record:
-    """What is printed as JSON, saved and drawn."""
+    """Record that is printed as JSON, saved and drawn."""
     ranks = _ranks(steps)
     run = facts(
         model=model.name,

@@ -16,7 +16,7 @@ from commlib.server.job.version_ledger import VersionLedger
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """What a worker got.
+    """Values that a worker got.
 
     Args:
         worker: who.

@@ -38,7 +38,7 @@ MOST_STEPS = 500
 
 
 class Data:
-    """What every rank trains on, and all are judged by."""
+    """Examples that every rank trains on, and that all are judged by."""
 
     def __init__(self) -> None:
         task = load(None, WIDTH)

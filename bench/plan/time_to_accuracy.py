@@ -23,7 +23,7 @@ TIMES = (0.01, 0.1, 1.0, 10.0, 100.0)
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What is asked.
+    """Question of how long each algorithm needs to an accuracy.
 
     Args:
         algorithms: of :data:`~commlib.bench.plan.convergence_model.ALGORITHMS`.

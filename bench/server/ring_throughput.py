@@ -82,7 +82,7 @@ _LATE_S = 120.0  # for a rank that comes late
 
 @dataclasses.dataclass(frozen=True)
 class RingBenchmark:
-    """What all ranks do at once.
+    """Figures of all ranks that send at once.
 
     Attributes:
         gbit_s: payload, each way, the mean of the ranks: which of them had the cores for a second is chance, and in a

@@ -60,7 +60,7 @@ _WARM = 2
 
 @dataclasses.dataclass(frozen=True)
 class ServerBenchmarkJob:
-    """What is measured.
+    """Job of the ranks: model, rule and steps that are measured.
 
     Args:
         rule: of consistency.
@@ -83,7 +83,7 @@ class ServerBenchmarkJob:
 
 @dataclasses.dataclass(frozen=True)
 class ServerTrial:
-    """What a visit to one way took.
+    """Times of one visit to one way.
 
     Args:
         step_s: seconds a step of the slowest rank, the median of the visit's.
@@ -96,7 +96,7 @@ class ServerTrial:
 
 @dataclasses.dataclass(frozen=True)
 class ServerFigures:
-    """What was found; the ways' by visit.
+    """Figures of the benchmark; the ways' by visit.
 
     Args:
         line_gbit_s: a raw TCP stream's from one rank to one other, all others quiet; None for one rank.

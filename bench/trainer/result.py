@@ -62,7 +62,7 @@ class RunTraffic:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What one run gave, as rank 0 reports it.
+    """Result of one run, as rank 0 reports it.
 
     Args:
         comm, seed: which run.

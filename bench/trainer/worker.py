@@ -1,4 +1,4 @@
-"""What one rank does: join the others, train every codec with every seed, report."""
+"""Body of one rank: joins the others, trains every codec with every seed, reports."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def hidden(table: Sequence[Row], width: int) -> tuple[str, ...]:
 
 
 def title(record: Record) -> str:
-    """What stands above the table: model, ranks, links, and how often it was measured."""
+    """Title of the table: model, ranks, links, and how often it was measured."""
     run = record.run
     models = {str(row["model"]): row["parameters"] for row in record.rows}
     named = ", ".join(f"{m} ({n:,} parameters)" for m, n in models.items())

@@ -28,7 +28,7 @@ class TrainingTrial:
 
 @dataclasses.dataclass(frozen=True)
 class TrialOutcome:
-    """What came of a visit; the same on every rank.
+    """Outcome of a trial; the same on every rank.
 
     Args:
         visit: which.

@@ -34,7 +34,7 @@ _WRAPPING = re.compile(r"^(\w+: )?Got the following error when running the callb
 
 @dataclasses.dataclass(frozen=True)
 class TrainingJob:
-    """What holds for all visits of a model.
+    """Job of the ranks: what holds for all trials of a model.
 
     Args:
         model: a name of MODELS.

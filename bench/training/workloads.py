@@ -1,4 +1,4 @@
-"""What a contender has to do in a visit: train a real model, or exchange the gradients of a simulated one.
+"""Workload of a configuration in a trial: train a real model, or exchange the gradients of a simulated one.
 
 What ``fully_shard`` is called on before the root: what communicates together under FSDP2.
 """
@@ -68,7 +68,7 @@ class Workload(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """What DDP wraps, or FSDP2 shards."""
+        """Module that DDP wraps, or FSDP2 shards."""
 
     def place(self, which: Sequence[str], group: Any, timeout: float) -> None:
         """Have linear layers stay put, before DDP wraps the module (:func:`commlib.place`). Collective.

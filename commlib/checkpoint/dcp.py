@@ -21,13 +21,13 @@ _Path = tuple[Any, ...]
 
 
 class Attached(Protocol):
-    """What ``attach`` has returned."""
+    """Attached model's state: what ``attach`` has returned."""
 
     world: World
 
 
 def read_state(source: str | os.PathLike[str] | Any, comm: Attached, *, key: str = "comm") -> StateDict:
-    """What was saved of ``comm.state_dict()``: for ``comm.load_state_dict``. Asks no other rank.
+    """Read what was saved of ``comm.state_dict()``: for ``comm.load_state_dict``. Asks no other rank.
 
     With as many ranks as there were this reads this rank's own residuals; with other ranks those of all old ones, since
     each takes over a part of all (:func:`commlib.merge_state_dicts`).

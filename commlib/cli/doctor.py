@@ -126,7 +126,7 @@ class Problem(TypedDict):
 
 
 class DoctorReport(TypedDict):
-    """What ``commlib doctor --json`` prints. ``ok`` is false if something required is broken."""
+    """Report that ``commlib doctor --json`` prints. ``ok`` is false if something required is broken."""
 
     ok: bool
     versions: dict[str, str | None]

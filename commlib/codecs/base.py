@@ -88,7 +88,7 @@ class Compressor(ABC):
             self.decode(payload, out, add=p > 0, scale=scale, seed=seeds[p])
 
     def slots(self, spec: LayerSpec) -> dict[str, Slot]:
-        """What it must remember for a layer; nothing by default."""
+        """Slots that the codec needs for a layer; none by default."""
         return {}
 
     def contraction(self, spec: LayerSpec) -> float | None:

@@ -95,7 +95,8 @@ class Sending(ABC):
         return None
 
     def residual(self) -> Tensor | None:
-        """What was given and not sent yet, float32 (size,), for reading; None for a filter that owes nothing."""
+        """Values that were given and not sent yet, float32 (size,), for reading; None for a filter that owes
+        nothing."""
         return None
 
 
@@ -236,7 +237,7 @@ class _ChainReceiving(Receiving):
 
 
 def content_fault(content: Content, size: int) -> str | None:
-    """What is wrong with content without bytes, in words; None if nothing is."""
+    """Fault of content without bytes, in words; None if there is none."""
     values, keys = content.values, content.keys
     n = values.numel()
     if values.dtype != torch.float32 or values.dim() != 1:
@@ -247,7 +248,7 @@ def content_fault(content: Content, size: int) -> str | None:
 
 
 def keys_fault(keys: Tensor, size: int) -> str | None:
-    """What is wrong with keys, in words; None if they are int64 (n,), ascending, each once and in [0, size)."""
+    """Fault of keys, in words; None if they are int64 (n,), ascending, each once and in [0, size)."""
     if keys.dtype != torch.int64 or keys.dim() != 1:
         return f"keys are {_form(keys)}, not one row of int64"
     if not bool((keys[1:] > keys[:-1]).all()):

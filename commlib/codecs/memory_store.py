@@ -1,4 +1,4 @@
-"""What codecs remember: two buffers a slot, committed or forgotten a step at a time, keyed by parameter name."""
+"""Memory of codecs: two buffers a slot, committed or forgotten a step at a time, keyed by parameter name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a codec remembers between steps, declared (:class:`Slot`) and handed in (:class:`Memory`)."""
+"""Memory of one codec between steps, declared (:class:`Slot`) and handed in (:class:`Memory`)."""
 
 from __future__ import annotations
 

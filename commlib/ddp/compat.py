@@ -1,4 +1,5 @@
-"""What else people put on a DDP model: what has the gradient exchange for itself, and what would see it too early."""
+"""Compatibility of what else people put on a DDP model: DDP features that have the hook, hooks that see gradients too
+early."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _OWN_HOOKS = {
 
 
 class CopiedState:
-    """What a copy of a DDP model has in place of the hook's state: its reducer, which is new, has no hook."""
+    """State of a copy of a DDP model, in place of the hook's: its reducer, which is new, has no hook."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"this came with a copy of a DDP model, and has no {name}: a copy is plain; attach to it")
@@ -36,7 +37,7 @@ def nobody() -> CopiedState:
 
 
 def advice(hook: str) -> str:
-    """What to do about a communication hook that is there already.
+    """Advice about a communication hook that is there already.
 
     Args:
         hook: its qualified name.

@@ -1,4 +1,4 @@
-"""What attaching works out from a model and what the user has asked for, before anything is touched."""
+"""Configuration that attaching works out from a model and the user's options, before anything is touched."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class AttachConfig:
         return [s for s in self.specs if s.name in names]
 
     def terms(self, factors: FactorLayers | None, options: Mapping[str, object]) -> dict[str, str]:
-        """What ranks must have in common, with the values of options."""
+        """Terms that ranks must have in common, with the values of options."""
         choice = {
             "chosen among": ", ".join(sorted(self.choice)),
             "layers whose rows may be sent": ", ".join(sorted(self.layers)),

@@ -1,4 +1,4 @@
-"""What plans need besides themselves: process groups and threads, taps on linear layers, servers, a manager.
+"""Resources that plans need: process groups and threads, taps on linear layers, servers, a manager.
 
 Another plan may come into force between two steps (:meth:`Resources.turn`). What that needs, too, stays and is used
 again; what it lacks is made; so however often plans change, there are never more groups and threads than the largest

@@ -1,4 +1,4 @@
-"""What an exchange holds while it runs: made in a first step, the same again in every later one.
+"""Buffers of an exchange while it runs: made in a first step, the same again in every later one.
 
 What the system gives anew costs a page fault for every 4 kB, more than most codecs do with it.
 """

@@ -102,7 +102,7 @@ class PushPull:
 
 
 class Collective(Protocol):
-    """What whoever drives an exchange needs to know of a collective."""
+    """Contract of a collective, for whoever drives an exchange."""
 
     @property
     def payers(self) -> Payers:

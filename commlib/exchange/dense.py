@@ -66,6 +66,6 @@ class DenseExchange(Exchange):
 
 
 def mean(buffer: Tensor, world: World, payers: Payers) -> AllReduce:
-    """What makes a bucket that is plain altogether its mean; its values are scaled here and now."""
+    """All-reduce that makes a bucket that is plain altogether its mean; its values are scaled here and now."""
     buffer.mul_(1 / world.size)  # DDP's own operation: a division rounds differently
     return AllReduce(buffer, payers)

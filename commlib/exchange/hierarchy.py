@@ -133,7 +133,8 @@ class Hierarchy:
 
 
 def share(route: Routed, spec: LayerSpec, world: World, hierarchy: Hierarchy | None) -> HierarchyShare:
-    """What a rank exchanges of a layer, with whom: all of it with all ranks, unless a hierarchy shares it out."""
+    """Rows of a layer that a rank exchanges, and with whom: all of it with all ranks, unless a hierarchy shares it
+    out."""
     return HierarchyShare(world, spec) if hierarchy is None or route.by_rows else hierarchy.share(route.codec, spec)
 
 

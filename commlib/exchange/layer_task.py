@@ -1,4 +1,4 @@
-"""What every exchange works on: one layer's gradient on its way through one step."""
+"""Task that every exchange works on: one layer's gradient on its way through one step."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class RateLimit:
 
     @classmethod
     def of(cls, given: RateLimit | str | None) -> RateLimit | None:
-        """What the user means: a limit, a rate as ``"50mbit"``, or None.
+        """Read the limit that the user means: a limit, a rate as ``"50mbit"``, or None.
 
         Raises:
             ValueError: no rate, or one that is not positive.

@@ -1,4 +1,5 @@
-"""What a sharded model sends: gradients to their owners, or between replicas; values to all; and the verdict on a step.
+"""Communication of a sharded model: gradients to their owners, or between replicas; values to all; the verdict on a
+step.
 
 Ordering: FSDP2 asks for all of these itself, one after another and in the same order on every rank (else it would hang
 without us, too): on the CPU each is through before the next is asked for; on a GPU all go to one communicator by one
@@ -186,7 +187,7 @@ class FsdpCommunicator:
         self._between.close()
 
     def parts(self) -> tuple[Any, ...]:
-        """What a trace records."""
+        """Sources that a trace records."""
         return (self._sequencer, *([self._between] if self._replicas else []), self.steps)
 
     # -- a step ---------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ class GradientReducer:
         return found
 
     def arena(self, key: object) -> StepBuffers:
-        """What one exchange holds, again in every step: each is through before it is asked for the next time."""
+        """Buffers of one exchange, again in every step: each is through before it is asked for the next time."""
         arena = self._made.setdefault(key, StepBuffers())
         arena.rewind()
         return arena

@@ -1,4 +1,4 @@
-"""What ``fully_shard`` has made of a model: the only file that knows FSDP2's insides.
+"""Groups of parameters that ``fully_shard`` has made of a model: the only file that knows FSDP2's insides.
 
 A *unit* is what communicates together: the parameters of one ``fully_shard`` call. FSDP2 hands a communication flat
 memory and no names, so which parameter lies where has to be seen from outside: by the unit's list of parameters, and

@@ -1,4 +1,4 @@
-"""What ``commlib.attach`` returns for a model that ``fully_shard`` was called on."""
+"""State of compression for a model that ``fully_shard`` was called on."""
 
 from __future__ import annotations
 

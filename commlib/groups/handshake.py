@@ -34,7 +34,7 @@ def meeting_place(group: Any, world: World) -> str:
 
 
 def share(group: Any, key: str, mine: Mapping[str, str], world: World, timeout: float) -> list[dict[str, str]]:
-    """What every rank says of itself, in rank order.
+    """Gather what every rank says of itself, in rank order.
 
     Args:
         group: process group.
@@ -166,7 +166,7 @@ def _await(group: Any, key: str, world: World, timeout: float, doing: str) -> No
 
 
 def difference(mine: Mapping[str, str], theirs: Mapping[str, str], me: int, other: int) -> str:
-    """What two ranks say differently, in words; at most three names."""
+    """Difference between what two ranks say, in words; at most three names."""
     names = [n for n in {**mine, **theirs} if mine.get(n) != theirs.get(n)]
     sides = ((n, mine.get(n, "nothing"), theirs.get(n, "nothing")) for n in names[:3])
     shown = "; ".join(f"{n}: rank {me} has {a!r}, rank {other} has {b!r}" for n, a, b in sides)

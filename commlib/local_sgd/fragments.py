@@ -200,7 +200,7 @@ class Fragment:
                 p.copy_(shared)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run needs to go on, with what is under way."""
+        """State that a run needs to go on, with what is under way."""
         self.settle()
         rows = {"shared": [b.shared for b in self.blocks], "delta": [b.delta for b in self.blocks]}
         rows |= {f"slot {s}": [b.slots[s] for b in self.blocks] for s in self._rule.slots}

@@ -1,4 +1,4 @@
-"""What becomes of values that all ranks share when each has gone some steps from them by itself. Pure.
+"""Outer optimizers: where values that all ranks share go when each has gone some steps from them by itself. Pure.
 
 Every rank r starts from the shared values θ and comes to θ_r; its *difference* is Δ_r = θ − θ_r, a gradient of many
 steps. Some form of the mean of all Δ_r is exchanged; a rule says how θ moves by it, and where a rank goes on from.

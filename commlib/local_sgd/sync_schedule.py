@@ -124,7 +124,7 @@ class MeasuredTau:
 
 @dataclasses.dataclass(frozen=True)
 class SyncMeasurements:
-    """What all ranks together measured.
+    """Measurements of all ranks together.
 
     Attributes:
         step_s: C, seconds of a step.
@@ -181,7 +181,7 @@ class SyncSchedule:
         self._meetings.append(meeting_s)
 
     def mine(self) -> dict[str, float]:
-        """What this rank posts."""
+        """Figures that this rank posts."""
         return {"step_s": statistics.median(self._steps), "meeting_s": statistics.median(self._meetings)}
 
     def decide(self, posts: Sequence[Mapping[str, float]]) -> dict[str, Any]:
@@ -198,7 +198,7 @@ class SyncSchedule:
         return self.tau != before
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run needs to go on."""
+        """State that a run needs to go on."""
         return {"tau": self.tau, "since": self.since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

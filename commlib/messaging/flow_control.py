@@ -29,12 +29,12 @@ def _fits(waiting: int, cost: int, window: int) -> bool:
 
 
 def cost(parts: Sequence[Buffer]) -> int:
-    """What a frame of these parts takes of the window, bytes."""
+    """Bytes of the window that a frame of these parts takes."""
     return cost_of(sum(memoryview(p).nbytes for p in parts))
 
 
 def cost_of(nbytes: int) -> int:
-    """What a frame of so many bytes takes of the window."""
+    """Bytes of the window that a frame of so many bytes takes."""
     return nbytes + _EACH
 
 

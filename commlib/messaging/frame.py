@@ -1,4 +1,4 @@
-"""What travels between ranks: a header and raw parts. Sans-IO: bytes in, frames out; nothing here waits or sends.
+"""Frames that travel between ranks: a header and raw parts. Sans-IO: bytes in, frames out; nothing here waits or sends.
 
 ::
 
@@ -45,7 +45,7 @@ DTYPES: Mapping[str, int] = {
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What is believed of a peer, at most.
+    """Limits of what is believed of a peer.
 
     Args:
         header: bytes of the first buffer.

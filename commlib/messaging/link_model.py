@@ -1,4 +1,4 @@
-"""What the link does to a collective: α seconds, and β for every byte a rank sends. Pure.
+"""Model of a link: a collective takes α seconds, and β for every byte a rank sends. Pure.
 
 The line a collective follows: t(n) = α + β·n. Pure functions.
 """

@@ -28,7 +28,7 @@ _LOGGED = 20  # refusals that are logged one by one: a flood of strangers must n
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """What came over one connection.
+    """Buffers that came over one connection.
 
     Args:
         connection: the transport's name for it.
@@ -43,7 +43,7 @@ class Arrival:
 
 @dataclasses.dataclass(frozen=True)
 class Gone:
-    """What a transport noticed: nothing more comes of a peer, nor gets there.
+    """Notice of a transport: nothing more comes of a peer, nor gets there.
 
     Args:
         rank: its.

@@ -37,7 +37,7 @@ Clock = Callable[[], float]  # seconds
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """What one TCP connection does, between two ranks.
+    """Figures of one TCP connection between two ranks.
 
     Attributes:
         gbit_s: payload, one way, from the lower rank to the higher.

@@ -124,7 +124,7 @@ class Monitor:
 
 
 class Log:
-    """What is being logged: until its block ends, or :meth:`stop`."""
+    """Log that is being written: until its block ends, or :meth:`stop`."""
 
     def __init__(self, what: Logged, monitor: Monitor, targets: Sequence[LogWriter], every: int) -> None:
         self.exposed = Meter(monitor.device)

@@ -1,4 +1,4 @@
-"""What the logs of a run say (:mod:`commlib.monitoring.log`), as one picture of it. Pure: entries and ages in, rows
+"""Picture of a run from its logs (:mod:`commlib.monitoring.log`). Pure: entries and ages in, rows
 out.
 
 An :class:`RankAccount` takes the entries of one rank, one after another. :func:`picture` makes of several accounts what

@@ -53,7 +53,7 @@ class PlaceableLinear:
 
 @dataclasses.dataclass(frozen=True)
 class PlacementMeasurements:
-    """What is decided by; the same on all ranks.
+    """Measurements that placing is decided by; the same on all ranks.
 
     Args:
         link: as probed.
@@ -86,7 +86,7 @@ class PlacementMeasurements:
 
 @dataclasses.dataclass(frozen=True)
 class Considered:
-    """What was weighed up. Prints as a table.
+    """Layers that were weighed up. Prints as a table.
 
     Attributes:
         placed: layers that stay put.

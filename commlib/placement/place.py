@@ -28,7 +28,7 @@ AUTO = "auto"
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """What was placed, and why. Prints as a table.
+    """Layers that were placed, and why. Prints as a table.
 
     Attributes:
         layers: name → placed layer, in the model's order.

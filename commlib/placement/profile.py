@@ -1,4 +1,4 @@
-"""What ``auto`` measures before it places anything: the link, one step of the model, products and updates."""
+"""Profile that ``auto`` measures before it places anything: the link, one step of the model, products and updates."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class Plan:
         return load(path)
 
     def diff(self, new: Plan) -> str:
-        """What differs in a new plan, as text."""
+        """Difference of a new plan, as text."""
         return diff(self, new)
 
     def because(self, about: str, reason: str) -> Plan:
@@ -262,7 +262,8 @@ def pin(plan: Plan, specs: Sequence[LayerSpec], world: int) -> Plan:
 
 
 def diff(old: Plan, new: Plan) -> str:
-    """What differs: the line about predicted steps; layers in one only, gradients, and routes with their reasons."""
+    """Difference of two plans: the line about predicted steps; layers in one only, gradients, and routes with their
+    reasons."""
     table = [("layer", "old", "new", "why")]
     for name in {**old.layers, **new.layers}:
         both = [plan.layers.get(name) for plan in (old, new)]

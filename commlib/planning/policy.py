@@ -1,4 +1,4 @@
-"""What the bandwidth manager may choose among."""
+"""Policies: what the bandwidth manager may choose among."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What commlib needs of PyTorch, Python and CUDA: autograd, streams, scratch memory, mixed precision, plug-ins."""
+"""PyTorch, Python and CUDA as commlib needs them: autograd, streams, scratch memory, mixed precision, plug-ins."""

@@ -31,7 +31,7 @@ _log = logging.getLogger("commlib")
 
 
 class Scaled:
-    """What one worker's scaler does to the gradients of one optimizer.
+    """Gradients of one optimizer as one worker's scaler has scaled them.
 
     Args:
         scaler: one that is enabled.
@@ -144,7 +144,7 @@ class LossScale:
 
 @torch.no_grad()
 def mend(optimizer: Optimizer | None) -> None:
-    """What is not finite in an optimizer's state begins anew."""
+    """Zero the tensors in an optimizer's state that are not finite."""
     for state in optimizer.state.values() if optimizer else ():
         for value in state.values():
             if isinstance(value, Tensor) and value.is_floating_point() and not value.isfinite().all():

@@ -17,7 +17,7 @@ Kind = Literal["linear.weight", "conv.weight", "embedding.weight", "norm", "bias
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """What a route is chosen for: one parameter, as every rank sees it.
+    """Specification of a layer: one parameter, as every rank sees it, for which a route is chosen.
 
     Args:
         name: fully qualified parameter name, without DDP's or torch.compile's prefixes.

@@ -133,7 +133,7 @@ def installed(group: str, things: str) -> Mapping[str, EntryPoint]:
 
 
 def fetch(what: str, name: str, known: Mapping[str, EntryPoint], extra: str = "") -> object:
-    """What an entry point names, whatever it is.
+    """Load what an entry point names, whatever it is.
 
     Args:
         what: kind of thing, for messages.

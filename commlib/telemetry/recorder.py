@@ -98,7 +98,7 @@ _log = logging.getLogger("commlib")
 
 
 class TraceSource(Protocol):
-    """What records something itself."""
+    """Source that records something itself."""
 
     trace: Trace
 

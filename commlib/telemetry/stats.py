@@ -1,4 +1,4 @@
-"""What an exchange cost: bytes and seconds, per layer and in all.
+"""Statistics of exchanges: bytes and seconds, per layer and in all.
 
 Ranges for ``torch.profiler``, by the names of layers; nothing while nobody profiles.
 

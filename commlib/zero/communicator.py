@@ -1,4 +1,4 @@
-"""What a sharded step sends: each bucket's gradients when it is due, its values when they are new.
+"""Communication of a sharded step: each bucket's gradients when it is due, its values when they are new.
 
 Ordering: all collectives are first rounds, issued by the thread that trains (or autograd's, while that one waits for
 it), over one process group: the buckets' gradients in bucket order (:mod:`commlib.zero.bucket_order`), then the

@@ -221,7 +221,7 @@ class ShardedStep:
         self._restore(checkpoint.by_name(self._optimizer, names, state))
 
     def residuals(self) -> StateDict:
-        """What this rank's codecs have not sent yet, and the count of steps: without a codec there is no need of it.
+        """Residuals of this rank's codecs, and the count of steps: without a codec there is no need of them.
 
         Every rank has its own; :func:`commlib.merge_state_dicts` makes one of all."""
         return to_state(self._plan, self._traffic.store, self.world, self.steps)

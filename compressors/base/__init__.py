@@ -1,1 +1,1 @@
-"""What codecs of one kind share."""
+"""Bases that codecs of one kind share."""

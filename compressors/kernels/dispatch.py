@@ -23,7 +23,7 @@ _log = logging.getLogger("commlib")
 
 
 class Kernels(Protocol):
-    """What every implementation has; see ``reference`` for what it does."""
+    """Contract of every implementation of the kernels; see ``reference`` for what each does."""
 
     name: str
 

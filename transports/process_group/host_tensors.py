@@ -84,7 +84,7 @@ class Staged:
 
 
 class HostTensors(Protocol):
-    """What a call reads and fills."""
+    """Tensors that a call reads and fills."""
 
     staged: Sequence[Staged]
 

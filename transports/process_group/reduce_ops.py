@@ -1,4 +1,4 @@
-"""What adding tensors up means."""
+"""Reductions of process groups: what adding tensors up means."""
 
 from __future__ import annotations
 

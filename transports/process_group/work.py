@@ -1,4 +1,4 @@
-"""What a call of a process group gives back: something to wait for."""
+"""Work of a process group: what a call gives back, to be waited for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``factors`` and ``owners`` have in common: rows are waited for, or the matrices summed after all.
+"""Exchange ``factors``, and what ``owners`` shares with it: rows are waited for, or the matrices summed after all.
 
 The rows have left already when DDP asks for the bucket (:mod:`commlib.exchange.factors`), on a process group that
 carries their first rounds only, in an order that all ranks keep. What follows is issued in the lanes: after the wait,
@@ -47,7 +47,7 @@ class RowExchange(Exchange):
 
     @abc.abstractmethod
     def sending(self, codec: Compressor, n: int, m: int, world: World) -> RowDelivery:
-        """What sends the rows of a layer with weight (n, m) to other ranks."""
+        """Delivery that sends the rows of a layer with weight (n, m) to other ranks."""
 
 
 class FactorExchange(RowExchange):

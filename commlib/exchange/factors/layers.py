@@ -175,7 +175,7 @@ class FactorLayers:
                 tap.remove()
 
     def terms(self) -> dict[str, str]:
-        """What ranks must have in common where each multiplies for itself, and must come to the same bits."""
+        """Terms that ranks must have in common where each multiplies for itself, and must come to the same bits."""
         return {
             "arithmetic": f"{torch.__version__}, {torch.backends.cpu.get_cpu_capability()}",
             "threads": str(torch.get_num_threads()),

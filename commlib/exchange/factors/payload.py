@@ -18,7 +18,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclasses.dataclass(frozen=True)
 class RowCapacity:
-    """What a payload has room for: so many rows of that dtype (by a codec, always float32)."""
+    """Capacity of a payload: so many rows of that dtype (by a codec, always float32)."""
 
     rows: int = 0
     dtype: torch.dtype = torch.float32

@@ -48,7 +48,7 @@ class TapOwner(Protocol):
 
 
 class Tap:
-    """What is caught at one layer between two exchanges.
+    """Tap of one layer: the rows that were caught between two exchanges.
 
     Args:
         name: the layer's.
@@ -100,7 +100,7 @@ class Tap:
         self.take()
 
     def take(self) -> list[Rows]:
-        """What was caught; the tap is empty then."""
+        """Take what was caught; the tap is empty then."""
         if self._kept.waiting:  # no row has come in this pass, and grad goes out as it is
             self._drop()
         rows, self._rows = self._rows, []

@@ -208,7 +208,7 @@ class Timeline:
 
     @property
     def exposed(self) -> float:
-        """What the transfers add to the backward pass."""
+        """Seconds that the transfers add to the backward pass."""
         return self.seconds - max(self.ready, default=0.0)
 
 

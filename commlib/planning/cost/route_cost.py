@@ -1,4 +1,4 @@
-"""What a way of exchanging one layer costs, in seconds. Pure functions.
+"""Cost of exchanging one layer by each route, in seconds. Pure functions.
 
 The link's part, and what is computed for it: before (in the thread of the backward pass), after (where the exchange
 ends), and what the backward pass saves. One code prices a plan for a run under way and one on paper.

@@ -1,4 +1,4 @@
-"""What the manager may choose for a model, with its price. Pure functions of figures.
+"""Candidates that the manager may choose for a model, with their cost. Pure functions of figures.
 
 A *unit* is what goes one way as a whole: a linear layer that can send its rows (weight and bias), or a parameter.
 """

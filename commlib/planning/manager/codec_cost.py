@@ -1,4 +1,4 @@
-"""What a codec costs on this device: one rank's part of its exchange, timed at two sizes."""
+"""Cost of a codec on this device: one rank's part of its exchange, timed at two sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rank 0 decides at a review, and every rank then does."""
+"""Decision of rank 0 at a review, which every rank then carries out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the manager measures on purpose: the link's collectives, and the products that factors need."""
+"""Probes of the manager: the link's collectives, and the products that factors need."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BESIDE_S, _BESIDE_TIMES = 0.06, 3  # seconds of a transfer with products beside
 
 @dataclasses.dataclass(frozen=True)
 class LinkProbe:
-    """What a link is measured with.
+    """Probe that measures a link.
 
     Args:
         group: a process group of all ranks.

@@ -1,4 +1,4 @@
-"""What one rank notes down about its steps, and what is made of all ranks' notes."""
+"""Measurements of one rank's steps, and what is made of all ranks'."""
 
 from __future__ import annotations
 

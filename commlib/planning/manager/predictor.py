@@ -1,4 +1,4 @@
-"""What rank 0 knows of link, cores and backward pass, and what it predicts from that. Pure."""
+"""Predictor of rank 0: what it knows of link, cores and backward pass, and what follows from that. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all members of a job must agree on: the model, who updates it how, and the rules."""
+"""Agreement of all members of a job: the model, who updates it how, and the rules."""
 
 from __future__ import annotations
 

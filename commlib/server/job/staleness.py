@@ -1,4 +1,5 @@
-"""What a rule of consistency is, and the bound that it sets. The rules are in :mod:`commlib.server.job.consistency`."""
+"""Staleness: the contract of a consistency model, and its bound. The models are in
+:mod:`commlib.server.job.consistency`."""
 
 from __future__ import annotations
 

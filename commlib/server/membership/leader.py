@@ -1,4 +1,4 @@
-"""What is to become of a view, by who came, who is silent and what the shards have. Pure.
+"""Leader's decision on the next view, from who came, who is silent and what the shards have. Pure.
 
 One shard decides at a time, the one with the lowest id that seems to live. If two take themselves for it, the store
 takes the view of one (:mod:`commlib.server.membership.registry`).
@@ -30,7 +30,7 @@ class WantReports:
 
 @dataclasses.dataclass(frozen=True)
 class MembersSeen:
-    """What is known of members, by id.
+    """Knowledge of the members, by id.
 
     Args:
         members: all that ever came.

@@ -85,7 +85,7 @@ class Epoch:
 
 @dataclasses.dataclass(frozen=True)
 class ShardReport:
-    """What a shard says before a new view: the keys that it could own, and the highest clock that it knows."""
+    """Report of a shard before a new view: the keys that it could own, and the highest clock that it knows."""
 
     whole: frozenset[str]
     clock: int

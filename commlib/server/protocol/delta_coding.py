@@ -1,4 +1,5 @@
-"""What workers have of a shard's values, where these travel as differences; each side keeps the same copy. Pure.
+"""Delta coding: what workers have of a shard's values, where these travel as differences. Each side keeps the same
+copy.
 
 A worker that asks says which answer it had last. If the shard gave it that one last, too, it sends the difference to
 it, coded, and both add what that stands for: so the two copies are equal, and the next difference has what this one

@@ -1,4 +1,4 @@
-"""What workers and shards say to each other. Each message belongs to the view in which its sender was."""
+"""Messages of workers and shards. Each belongs to the view in which its sender was."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class Observe:
 
 @dataclasses.dataclass(frozen=True)
 class Complaint:
-    """What a shard got of this rank makes no sense; why."""
+    """Complaint of a shard: what it got of this rank makes no sense; why."""
 
     view: int
     why: str
@@ -194,7 +194,7 @@ Send = tuple[str | int, Message]
 
 @dataclasses.dataclass(frozen=True)
 class Applied:
-    """What went into the values as one.
+    """Update that went into the values as one.
 
     Args:
         number: 0, 1, … of the cell's.

@@ -1,4 +1,4 @@
-"""What is to leave an endpoint, in a row for each peer: one that takes nothing holds up nobody else.
+"""Queue of what is to leave an endpoint, a row for each peer: one that takes nothing holds up nobody else.
 
 Ordering: for one thread at a time (its owner's, or under its owner's lock). A peer's frames of the same urgency leave
 in the order in which they were put, for none is offered before those that wait; more urgent ones overtake. All that is

@@ -34,7 +34,7 @@ _LIST = 1 << 12  # msgpack makes room for what a list claims: nested 1000 deep, 
 
 
 class Torn(Exception):
-    """What is wrong with bytes that should be a snapshot."""
+    """Fault of bytes that should be a snapshot."""
 
 
 class OtherVersion(Exception):

@@ -32,7 +32,7 @@ class SnapshotFailed(CommlibError):
 
 
 class Loaded(NamedTuple):
-    """What snapshots had.
+    """Content of snapshots that were read.
 
     Args:
         cells: key → state, as ``Cell.state_dict`` gives it; its tensors are on the CPU and nobody else's.

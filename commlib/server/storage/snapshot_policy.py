@@ -19,7 +19,7 @@ _log = logging.getLogger("commlib")
 
 
 class SnapshotPolicy:
-    """What a shard has to save. Pure.
+    """Policy of what a shard has to save. Pure.
 
     Args:
         every: steps between two snapshots.

@@ -1,4 +1,4 @@
-"""What a user gives a parameter server, and what is meant by it."""
+"""Arguments that a user gives a parameter server, and what is meant by them."""
 
 from __future__ import annotations
 

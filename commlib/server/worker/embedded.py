@@ -34,7 +34,7 @@ _LEFT: list[subprocess.Popen[bytes]] = []  # that go on without their worker; he
 
 
 class Embedded:
-    """What one worker brings: maybe the meeting place, maybe shards. :meth:`close` when all workers have gone.
+    """Embedded servers of one worker: maybe the rendezvous, maybe shards. :meth:`close` when all workers have gone.
 
     Args:
         each: shards on each machine.

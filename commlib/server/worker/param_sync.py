@@ -34,7 +34,7 @@ _log = logging.getLogger("commlib")
 
 
 class PushPullClient(Protocol):
-    """What pushes and pulls (:class:`~commlib.server.worker.client.ClientNode`)."""
+    """Client that pushes and pulls (:class:`~commlib.server.worker.client.ClientNode`)."""
 
     def push(
         self,

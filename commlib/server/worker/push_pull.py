@@ -79,7 +79,7 @@ class Servers:
 
     @classmethod
     def of(cls, given: Servers | str | None, *, limited: bool = False) -> Servers | None:
-        """What the user means: servers, where they are, or None.
+        """Read the servers that the user means: a :class:`Servers`, where they are, or None.
 
         Args:
             given: by the user.

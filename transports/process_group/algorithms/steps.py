@@ -1,4 +1,4 @@
-"""What a rank's part in a collective is made of.
+"""Steps that a rank's part in a collective is made of.
 
 A *schedule* is a generator: it yields :class:`Send`, :class:`Recv` and :class:`Free`, and computes in between. Whoever
 drives it carries each step out, sends what a :class:`Recv` got into it, and knows nothing of the collective. Between

@@ -156,10 +156,21 @@ def answer_pings(s: socket.socket) -> None:
         s.sendall(b"p")
 
 
-def send_stream(s: socket.socket, seconds: float, clock: Clock = time.perf_counter) -> float:
+def send_stream(
+    s: socket.socket, seconds: float, clock: Clock = time.perf_counter, within: float = _PATIENCE_S
+) -> float:
     """Send for so long (and a little more, to get up to speed); Gbit/s as :func:`receive_stream` saw them.
 
     Goes on until the other end has seen enough to tell a rate: its process may have had to wait for a core meanwhile.
+
+    Args:
+        s: connected to the other end.
+        seconds: of the stream.
+        clock: by which it is measured.
+        within: seconds besides, after which an end that takes everything and says nothing is given up.
+
+    Raises:
+        OSError: the connection broke, or the other end could tell no rate in time.
     """
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT)
@@ -167,7 +178,10 @@ def send_stream(s: socket.socket, seconds: float, clock: Clock = time.perf_count
         s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _UNSENT)
     chunk = memoryview(bytes(_CHUNK))
     end, enough = clock() + _SETTLE_S + seconds, False
+    give_up = time.monotonic() + _SETTLE_S + seconds + within
     while clock() < end or not enough:
+        if time.monotonic() > give_up:
+            raise TimeoutError(f"the other end took bytes for {_SETTLE_S + seconds + within:g} s, and told no rate")
         s.send(chunk)
         enough = enough or (_readable(s) and _read(s, 1) == _ENOUGH)
     s.shutdown(socket.SHUT_WR)

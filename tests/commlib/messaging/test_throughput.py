@@ -86,6 +86,18 @@ def test_a_rank_that_had_no_core_while_the_stream_lasted_is_sent_more_until_it_c
     assert 0 < rate <= MOST
 
 
+def test_who_takes_everything_and_says_nothing_holds_nobody_up() -> None:
+    ours, theirs = connected()
+    with ours, theirs:
+        reader = threading.Thread(target=read_for_ever, args=(theirs,), daemon=True)
+        reader.start()
+        with pytest.raises(TimeoutError, match="told no rate"):
+            send_stream(ours, 0.01, within=0.1)
+        ours.shutdown(socket.SHUT_RDWR)
+        reader.join(120)
+        assert not reader.is_alive()
+
+
 def test_who_never_ends_a_stream_holds_nobody_up() -> None:
     ours, theirs = connected()
     with ours, theirs:
@@ -119,6 +131,12 @@ def all_ranks(addresses: list[str]) -> list[Stream | str | None]:
 
     with concurrent.futures.ThreadPoolExecutor(len(addresses)) as pool:
         return list(pool.map(one, range(len(addresses))))
+
+
+def read_for_ever(s: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while s.recv(1 << 20):
+            pass
 
 
 def send_for_ever(s: socket.socket) -> None:

@@ -27,7 +27,7 @@ class Float8(commlib.Compressor):
         return 4 + spec.numel
 
     def encode(self, x: Tensor, payload: Tensor, *, memory: commlib.Memory, seed: int) -> None:
-        largest = torch.cat([x.view(-1).abs(), x.new_full((1,), 1e-30)]).amax()  # of no values, too, and NaN stays
+        largest = torch.cat([x.view(-1).abs(), x.new_full((1,), 1e-30)]).amax()  # also for an empty layer; a NaN stays
         payload[:4].view(torch.float32).copy_(largest)
         payload[4:].copy_((x.view(-1) / largest).to(torch.float8_e5m2).view(torch.uint8))
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from commlib.errors import CommlibError
+from commlib.runtime.proximal import ProximalAdagrad
 
 
 class Replace(Optimizer):
@@ -42,6 +43,12 @@ BY_ELEMENT: frozenset[str] = frozenset(
 )
 """Of ``torch.optim``: those that treat every value by itself, and so do to chunks what they do to a whole parameter."""
 
+OURS: Mapping[str, type[Optimizer]] = {
+    "commlib.server.replace:Replace": Replace,
+    "commlib.runtime.proximal:ProximalAdagrad": ProximalAdagrad,
+}
+"""Name → optimizer of ours, by which a shard and a snapshot know it wherever its class lies. They do so, too."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
@@ -59,7 +66,7 @@ class Recipe:
     def by_element(self) -> bool:
         """Whether a parameter may be cut into chunks."""
         known = self.kind.__module__.startswith("torch.optim.") and self.kind.__name__ in BY_ELEMENT
-        return known or self.kind is Replace
+        return known or self.kind in OURS.values()
 
     def make(self, parameters: Sequence[torch.nn.Parameter]) -> Optimizer:
         """Make the optimizer for these values, with no state yet."""

@@ -244,7 +244,7 @@ def check_optimizer(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
         raise ValueError(
             f"{type(optimizer).__name__} is not known to treat every value by itself, and a rank has only a part of a "
             "parameter: give one of torch.optim's SGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSprop, "
-            "Rprop, ASGD"
+            "Rprop, ASGD, or commlib.runtime.proximal.ProximalAdagrad"
         )
     scattered = [n for n, p in parameters.items() if not p.is_contiguous()]
     if scattered:

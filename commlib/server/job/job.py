@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from commlib.errors import CommlibError, PlanMismatch
 from commlib.runtime.layers import LayerSpec
-from commlib.runtime.optimizers import Recipe, Replace
+from commlib.runtime.optimizers import OURS, Recipe
 from commlib.server.job.chunks import NBYTES, Chunk, cut
 from commlib.server.job.consistency import Consistency, make
 from commlib.server.protocol.value_coding import ValueCoding, way, way_of_values
@@ -175,19 +175,16 @@ class ServerJob:
                 raise PlanMismatch(f"{field.name}: {here!r} here, and {there!r} at {whose}; all must say the same")
 
 
-_REPLACE = "commlib.server.replace:Replace"  # on the wire and in snapshots, wherever the class lies
-
-
 def _name(kind: type[Optimizer]) -> str:
-    return _REPLACE if kind is Replace else f"{kind.__module__}:{kind.__qualname__}"
+    return next((name for name, ours in OURS.items() if ours is kind), f"{kind.__module__}:{kind.__qualname__}")
 
 
 def _kind(name: str) -> type[Optimizer]:
-    if name == _REPLACE:
-        return Replace
+    if name in OURS:
+        return OURS[name]
     module, _, qualname = name.partition(":")
     if not module.startswith("torch.optim"):
-        raise ValueError(f"shards know the optimizers of torch.optim, and {name} is none")
+        raise ValueError(f"shards know the optimizers of torch.optim and commlib.runtime.proximal, and {name} is none")
     found = importlib.import_module(module)
     kind = getattr(found, qualname)
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):

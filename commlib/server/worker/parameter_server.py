@@ -49,7 +49,8 @@ class ParameterServer:
 
     Args:
         model: not wrapped in DDP; all its gradients go to the servers.
-        optimizer: of ``torch.optim``, over ``model.parameters()``; not stepped from now on.
+        optimizer: of ``torch.optim`` or :mod:`commlib.runtime.proximal`, over ``model.parameters()``; not stepped from
+            now on.
         consistency: how far workers may be apart: spec, or ``BSP``, ``SSP``, … ``Topology``, as an object.
         servers: ``embedded`` starts a shard on each machine, ``embedded:2`` two; or ``HOST:PORT`` (``commlib server``).
         mean: a step counts as the mean of the workers' gradients, as with DDP; else as their sum.

@@ -2,8 +2,8 @@
 
 ::
 
-    worker    content → significance → key_cache → fixed_float → lossless → network
-    server    content ←      ·       ← key_cache ← fixed_float ← lossless ← network
+    worker    content → kkt → significance → key_cache → fixed_float → lossless → network
+    server    content ←  ·  ←      ·       ← key_cache ← fixed_float ← lossless ← network
 
 A :class:`Filter` is an immutable configuration; what it must remember of a peer is in the :class:`Sending` and the
 :class:`Receiving` that it makes, one for each peer and direction. Callers use a :class:`Chain`, also for one filter: it
@@ -80,6 +80,14 @@ class MissingKeys(ProtocolError):
 class Sending(ABC):
     """A filter on the way to one peer, with what it remembers."""
 
+    def see(self, values: Tensor, number: int) -> None:  # noqa: B027  # most filters need not look
+        """Takes note of the values that the next content is a gradient of; nothing, unless the filter ``sees``.
+
+        Args:
+            values: float32 (size,), of all keys, as this worker was last told them; for reading, now and later.
+            number: of that gradient: the how-manieth of these keys, from 0, and the same at all workers.
+        """
+
     @abstractmethod
     def encode(self, content: Content) -> Content:
         """The content with one more note, its parts changed or not.
@@ -136,6 +144,7 @@ class Filter(ABC):
         codes: of "keys" and "values", those of which it may make bytes.
         lossless: what is decoded is what was given, bit for bit.
         unbiased: E[decoded] = given over seeds, where entries not sent count as zero.
+        sees: its senders go by :meth:`Sending.see`: it is for gradients, and not for values themselves.
     """
 
     name: str
@@ -143,6 +152,7 @@ class Filter(ABC):
     codes: frozenset[str] = frozenset()
     lossless: bool = False
     unbiased: bool = False
+    sees: bool = False
 
     @abstractmethod
     def sender(self, size: int, seed: int) -> Sending:
@@ -178,6 +188,11 @@ class Chain:
                 raise ValueError(f"{f.name} must come before {coded[part]}, which codes the {part} it reads")
             coded |= dict.fromkeys(f.codes, f.name)
 
+    @property
+    def sees(self) -> bool:
+        """Whether one of them goes by the values that gradients are of."""
+        return any(f.sees for f in self.filters)
+
     def sender(self, size: int, seed: int) -> Sending:
         """Towards one peer whose keys are 0 … size-1. It checks what it is given."""
         # each draws from a seed of its own: the same numbers for dropping and rounding would be a bias
@@ -197,6 +212,10 @@ class Chain:
 class _ChainSending(Sending):
     def __init__(self, size: int, filters: Sequence[Sending]) -> None:
         self._size, self._filters = size, filters
+
+    def see(self, values: Tensor, number: int) -> None:
+        for f in self._filters:
+            f.see(values, number)
 
     def encode(self, content: Content) -> Content:
         wrong = "it has notes already" if content.notes else content_fault(content, self._size)

@@ -28,7 +28,7 @@ import msgpack
 import torch
 from torch import Tensor
 
-from commlib.codecs.filter import Chain, Content, Filter, Receiving, content_fault, filters, make_filter
+from commlib.codecs.filter import Chain, Content, Filter, Receiving, Sending, content_fault, filters, make_filter
 from commlib.errors import ProtocolError
 from commlib.testing.assertions import raises, standard_error
 
@@ -78,6 +78,7 @@ def check_config(one: Filter) -> None:
 def check_notes(one: Filter, size: int, *, seed: int = 0) -> None:
     """Check that a filter adds one note and takes that one off; msgpack brings the note back as it was."""
     sender, receiver = one.sender(size, seed), one.receiver(size)
+    _show(sender, size, seed)
     for given in contents(size, seed):
         coded = sender.encode(dataclasses.replace(given, notes=("below",)))
         _require(len(coded.notes) == 2 and coded.notes[0] == "below", one, f"leaves the notes {coded.notes}")
@@ -89,7 +90,7 @@ def check_notes(one: Filter, size: int, *, seed: int = 0) -> None:
 
 def check_round_trip(one: Filter, size: int, *, seed: int = 0) -> None:
     """What is decoded is content for ``size`` keys, none that was not given; the very same if lossless."""
-    sender, receiver = Chain([one]).sender(size, seed), one.receiver(size)
+    sender, receiver = _sender(one, size, seed), one.receiver(size)
     for given in contents(size, seed):
         came = receiver.decode(_packed(sender.encode(given)))
         wrong = content_fault(came, size)
@@ -106,7 +107,7 @@ def check_determinism(one: Filter, size: int, *, seed: int = 0) -> None:
     for noise in (1, 2):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(noise)
-            sender, receiver = Chain([one]).sender(size, seed), one.receiver(size)
+            sender, receiver = _sender(one, size, seed), one.receiver(size)
             given, untouched = contents(size, seed), contents(size, seed)
             runs.append([sender.encode(g) for g in given])
             copies = [_packed(coded) for coded in runs[-1]]
@@ -120,9 +121,9 @@ def check_determinism(one: Filter, size: int, *, seed: int = 0) -> None:
 
 def check_peers(one: Filter, size: int, *, seed: int = 0) -> None:
     """Messages to and from two peers, taking turns, are what they are without the other."""
-    sender, receiver = Chain([one]).sender(size, seed), one.receiver(size)
+    sender, receiver = _sender(one, size, seed), one.receiver(size)
     alone = [(coded := sender.encode(given), receiver.decode(coded)) for given in contents(size, seed)]
-    senders, receivers = [Chain([one]).sender(size, seed + p) for p in range(2)], [one.receiver(size) for _ in range(2)]
+    senders, receivers = [_sender(one, size, seed + p) for p in range(2)], [one.receiver(size) for _ in range(2)]
     turns = zip(alone, contents(size, seed), contents(size, seed + 1), strict=True)
     for (message, decoded), mine, theirs in turns:
         receivers[1].decode(senders[1].encode(theirs))
@@ -134,7 +135,7 @@ def check_peers(one: Filter, size: int, *, seed: int = 0) -> None:
 
 def check_again(one: Filter, size: int, *, seed: int = 0) -> None:
     """Decoding changes nothing that decoding the same once more would see."""
-    sender, receiver = Chain([one]).sender(size, seed), one.receiver(size)
+    sender, receiver = _sender(one, size, seed), one.receiver(size)
     for given in contents(size, seed):
         coded = sender.encode(given)
         _require(_same(receiver.decode(coded), receiver.decode(coded)), one, "decoded twice, content is another")
@@ -142,7 +143,7 @@ def check_again(one: Filter, size: int, *, seed: int = 0) -> None:
 
 def check_conservation(one: Filter, size: int, *, seed: int = 0) -> None:
     """Nothing is lost by a filter that says what it owes; asked of no other."""
-    sender, receiver = Chain([one]).sender(size, seed), one.receiver(size)
+    sender, receiver = _sender(one, size, seed), one.receiver(size)
     total, scale = torch.zeros(size).double(), 1.0
     for given in contents(size, seed):
         came = receiver.decode(sender.encode(given))
@@ -165,7 +166,7 @@ def check_unbiased(one: Filter, size: int, *, seed: int = 0) -> None:
     directions = torch.stack([x, x.sign(), torch.ones_like(x), coin, x**3]).double()
     errors = torch.zeros(_DRAWS, size).double()
     for s in range(_DRAWS):
-        coded = Chain([one]).sender(size, seed + s).encode(Content(None, x))
+        coded = _sender(one, size, seed + s).encode(Content(None, x))
         errors[s] = _dense(one.receiver(size).decode(coded), size) - x
     for seen in (errors @ directions.T).T:
         limit = _SIGMAS * standard_error(seen) + 1e-5 * float(x.double().square().sum())
@@ -175,7 +176,7 @@ def check_unbiased(one: Filter, size: int, *, seed: int = 0) -> None:
 
 def check_damage(one: Filter, size: int, *, seed: int = 0) -> None:
     """Notes and parts that are cut, longer, of another dtype, changed or swapped: ProtocolError, or sound content."""
-    sender = Chain([one]).sender(size, seed)
+    sender = _sender(one, size, seed)
     sent = [sender.encode(given) for given in contents(size, seed)]
     for i, coded in enumerate(sent):
         receiver = Chain([one]).receiver(size)
@@ -231,6 +232,17 @@ def _damaged(part: Tensor, seed: int) -> Iterator[Tensor]:
         changed = raw.clone()
         changed[place : place + 1] ^= 1 << place % 8
         yield changed.view(part.dtype)
+
+
+def _sender(one: Filter, size: int, seed: int) -> Sending:
+    sender = Chain([one]).sender(size, seed)
+    _show(sender, size, seed)
+    return sender
+
+
+def _show(sender: Sending, size: int, seed: int) -> None:
+    """Show it values, half of them 0, for a filter that goes by these."""
+    sender.see(_normal(size, seed + 2).clamp_(min=0.0), 0)
 
 
 def _packed(content: Content) -> Content:

@@ -56,9 +56,12 @@ def way_of_values(spec: str) -> Way:
     """The same for values, where a difference has the part of a residual.
 
     Raises:
-        ValueError: as :func:`way`, or a codec that keeps what it has not sent itself.
+        ValueError: as :func:`way`, or a codec that keeps what it has not sent itself, or a filter of gradients alone.
     """
     found = way(spec)
+    if isinstance(found, Chain) and found.sees:
+        names = ", ".join(f.name for f in found.filters if f.sees)
+        raise ValueError(f"{names} cannot code values: it filters gradients, by the values that they are of")
     if isinstance(found, ErrorFeedback):
         return found.inner
     if isinstance(found, Compressor):
@@ -133,6 +136,12 @@ class ValueEncoder:
         self._way, self._layer, self._worker = way, layer, worker
         self._store = MemoryStore()
         self._filters = way.sender(layer.numel, seed_of(layer, worker)) if isinstance(way, Chain) and layer else None
+        self._sees, self._values = isinstance(way, Chain) and way.sees, torch.empty(0)
+
+    def see(self, values: Tensor) -> None:
+        """Takes note of the key's values, (n,), as they are now; they do not change any more."""
+        if self._sees:
+            self._values = values
 
     def encode(self, gradient: Tensor, stamp: int) -> Row:
         """What stands for a gradient, (n,), the how-manieth it is; the gradient itself if it is not finite.
@@ -142,6 +151,8 @@ class ValueEncoder:
         if self._way is None or not finite(gradient):
             return gradient
         if self._filters is not None:
+            if self._sees and self._values.numel():
+                self._filters.see(self._values, stamp)
             try:
                 return self._filters.encode(Content(None, gradient))
             except ValueError:  # with what was held back it becomes so; nothing has changed

@@ -123,6 +123,7 @@ class ClientState:
             if asked is not None and question == (asked.view, asked.clock, asked.within, asked.have):
                 del self._asked[message.key]
                 values = self._copy(message.key).take(message.values, message.serial)
+                self._sender(message.key).see(values)
                 self._values[message.key] = values, message.included
                 self.last_included = message.included
         elif isinstance(message, Unknown) and message.view == self._view.number:

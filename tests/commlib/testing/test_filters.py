@@ -22,6 +22,7 @@ from commlib.testing.filters import check_filter
             "random_skip:keep=0.1,ef=on",
             "significance:threshold=0.5",
             "significance:threshold=2,decay=on",
+            "kkt:l1=1",
         ),
     ],
 )

@@ -236,6 +236,31 @@ def test_a_codec_that_keeps_what_it_has_of_gradients_is_not_for_values(spec: str
         way_of_values(spec)
 
 
+def test_a_filter_that_goes_by_the_values_is_not_for_values() -> None:
+    with pytest.raises(ValueError, match="kkt cannot code values: it filters gradients, by the values that they are of"):
+        way_of_values("kkt:l1=1+lossless")
+
+
+def test_a_filter_is_shown_the_values_that_came_last_and_the_gradients_number() -> None:
+    sender, gradient = coding("kkt:l1=1,refresh=3").sender("w", 0), torch.full((LAYER.numel,), 0.5)
+
+    def sent(number: int) -> int:
+        row = sender.encode(gradient, number)
+        assert isinstance(row, Content)
+        return row.values.numel()
+
+    assert sent(0) == LAYER.numel  # it knows of no values yet
+    values = torch.zeros(LAYER.numel)
+    values[4:7] = 1.0
+    sender.see(values)
+    assert [sent(1), sent(2), sent(3)] == [3, LAYER.numel, 3]
+    sender.see(torch.zeros(LAYER.numel))
+    assert sent(4) == 0
+    broken = gradient.clone()
+    broken[0] = torch.nan
+    assert sender.encode(broken, 6) is broken  # the shard is to see it
+
+
 def test_none_is_no_way() -> None:
     found: list[Way] = [way("none"), way_of_values(" none ")]
     assert found == [None, None]

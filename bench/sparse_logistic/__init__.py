@@ -1,1 +1,1 @@
-"""Sparse logistic regression with a parameter server: delayed block proximal gradient, and a KKT filter."""
+"""Sparse logistic regression over a parameter server: delayed block proximal gradient, and a KKT filter."""

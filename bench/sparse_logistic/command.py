@@ -19,12 +19,13 @@ from commlib.errors import CommlibError
 
 from . import processes, report
 from .generate import Generated
-from .partition import SparsePartition
+from .settings import SparseSettings
+from .solve import Solved
 
 TASK = "sparse-logistic"
 FILTERS = "key_cache+fixed_float+lossless"
 _OWN = frozenset({"servers_count", "filters", "kkt", "l1", "delay", "passes"})
-_SHARED = frozenset({"task", "data", "ranks", "seed", "json"})
+_SHARED = frozenset({"task", "data", "ranks", "lr", "seed", "json"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +35,8 @@ class Flags:
     Args:
         data: a LIBSVM file; None generates a problem.
         workers, servers: processes of each kind.
-        filters, kkt, l1, delay, passes: as :class:`.plan.Plan`.
-        seed: of the generated problem, of the order of blocks, and of what filters draw.
+        filters, kkt, l1, lr, delay, passes: as :class:`.settings.SparseSettings`.
+        seed: of the generated problem, and of the order of blocks.
         json: print one JSON object.
     """
 
@@ -45,6 +46,7 @@ class Flags:
     filters: str | None = None
     kkt: bool | None = None
     l1: float | None = None
+    lr: float | None = None
     delay: int | None = None
     passes: int | None = None
     seed: int = 0
@@ -73,7 +75,7 @@ def takes_over(train: Callable[..., None], given: Mapping[str, Any]) -> bool:
         )
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise ValueError(f"--task {TASK} starts its own processes: run it without torchrun")
-    own = {name: given[name] for name in ("data", "filters", "kkt", "l1", "delay", "passes", "seed", "json")}
+    own = {name: given[name] for name in ("data", "filters", "kkt", "l1", "lr", "delay", "passes", "seed", "json")}
     run(Flags(workers=given["ranks"], servers=given["servers_count"], **own))
     return True
 
@@ -88,14 +90,16 @@ def run(flags: Flags) -> None:
         raise ValueError(f"--data {flags.data}: no such file")
     source = flags.data if flags.data is not None else Generated(seed=flags.seed)
     rows = processes.examples(source)
-    plain = SparsePartition(features=max(1, rows.features), examples=len(rows), seed=flags.seed, **_given(flags))
+    plain = SparseSettings(features=max(1, rows.features), seed=flags.seed, **_given(flags))
+    if plain.workers > len(rows):
+        raise ValueError(f"--ranks {plain.workers}, and there are only {len(rows)} examples: each worker needs one")
     wanted = dataclasses.replace(
         plain,
-        filters=FILTERS if flags.filters is None else flags.filters,
+        filters=FILTERS if flags.filters is None else flags.filters.strip(),
         kkt=flags.kkt is None or flags.kkt,
     )
-    plans = (plain,) if wanted == plain else (plain, wanted)
-    made = report.make(TASK, source.name if isinstance(source, Path) else "generated", rows, plans, _run(source, plans))
+    runs = (plain,) if wanted == plain else (plain, wanted)
+    made = report.make(TASK, source.name if isinstance(source, Path) else "generated", rows, runs, _run(source, runs))
     if flags.json:
         print(json.dumps(made, indent=2))
     else:
@@ -103,7 +107,7 @@ def run(flags: Flags) -> None:
 
 
 def _given(flags: Flags) -> dict[str, Any]:
-    """Options of a plan that were given, the number of ranks as their flags call them."""
+    """Settings that were given, the number of ranks as their flags call them."""
     for flag, value, least in (
         ("--ranks", flags.workers, 1),
         ("--servers-count", flags.servers, 1),
@@ -112,21 +116,21 @@ def _given(flags: Flags) -> dict[str, Any]:
     ):
         if value is not None and value < least:
             raise ValueError(f"{flag} must be at least {least}, got {value}")
-    if flags.l1 is not None and not 0 < flags.l1 < float("inf"):
-        raise ValueError(f"--l1 must be above 0, got {flags.l1:g}")
-    names = ("workers", "servers", "l1", "delay", "passes")
+    for flag, number in (("--l1", flags.l1), ("--lr", flags.lr)):
+        if number is not None and not 0 < number < float("inf"):
+            raise ValueError(f"{flag} must be above 0, got {number:g}")
+    names = ("workers", "servers", "l1", "lr", "delay", "passes")
     return {name: value for name in names if (value := getattr(flags, name)) is not None}
 
 
-def _run(source: Path | Generated, plans: tuple[SparsePartition, ...]) -> list[processes.Measured]:
+def _run(source: Path | Generated, runs: tuple[SparseSettings, ...]) -> list[Solved]:
     try:
-        with Bar("starting the ranks", total=len(plans)) as bar:
+        with Bar("starting the ranks", total=len(runs)) as bar:
 
             def on_run(number: int) -> None:
-                plan = plans[number]
-                bar.show(done=number, text=f"{plan.filters}, KKT {'on' if plan.kkt else 'off'}")
+                bar.show(done=number, text=f"push {runs[number].push}, pull {runs[number].pull}")
 
-            return processes.in_processes(processes.Job(source, plans), on_run)
+            return processes.in_processes(source, runs, on_run)
     except KeyboardInterrupt:
         raise _stopped("interrupted", 130) from None
     except Terminated:

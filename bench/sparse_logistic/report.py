@@ -11,63 +11,62 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .partition import SparsePartition
-from .processes import Measured
 from .rows import Rows, objective
+from .settings import SparseSettings
+from .solve import Solved
 
 
 def make(
-    task: str, source: str, rows: Rows, plans: Sequence[SparsePartition], runs: Sequence[Measured]
+    task: str, source: str, rows: Rows, settings: Sequence[SparseSettings], runs: Sequence[Solved]
 ) -> dict[str, Any]:
     """Facts, ``runs``, and, where there are two, ``compared``: the second with the first, which has no filters."""
-    first = plans[0]
-    common = ("servers", "workers", "l1", "blocks", "delay", "tolerance", "seed")
+    common = ("servers", "workers", "l1", "lr", "delay", "tolerance", "seed")
+    made = [_run(rows, s, run) for s, run in zip(settings, runs, strict=True)]
     return {
         "task": task,
         "data": source,
         "examples": len(rows),
         "features": rows.features,
         "entries": rows.keys.numel(),
-        **{name: getattr(first, name) for name in common},
-        "eta": first.step,
+        **{name: getattr(settings[0], name) for name in common},
+        "blocks": len(settings[0].edges),
         "torch": torch.__version__,
-        "runs": [_run(rows, p, m) for p, m in zip(plans, runs, strict=True)],
-        "compared": _compared(runs[0], runs[1]) if len(runs) == 2 else None,
+        "runs": made,
+        "compared": _compared(*made) if len(made) == 2 else None,
     }
 
 
-def _run(rows: Rows, plan: SparsePartition, measured: Measured) -> dict[str, Any]:
-    outcome = measured.outcome
-    sent = [w + s for w, s in zip(outcome.worker_bytes, outcome.server_bytes, strict=True)]
+def _run(rows: Rows, settings: SparseSettings, run: Solved) -> dict[str, Any]:
+    last = run.passes[-1]
     return {
-        "filters": str(plan.chain()),
-        "kkt": plan.kkt,
-        "objective": objective(rows, outcome.weights, plan.l1),
-        "nonzero": int(outcome.weights.count_nonzero()),
-        "passes": len(outcome.passes),
-        "converged": outcome.converged,
-        "worker_bytes": measured.worker_bytes,
-        "server_bytes": measured.server_bytes,
-        "bytes": measured.bytes,
-        "seconds": measured.seconds,
-        "keys_asked_for": outcome.asked,
-        "course": [{**dataclasses.asdict(p), "bytes": b} for p, b in zip(outcome.passes, sent, strict=True)],
+        "filters": settings.filters,
+        "kkt": settings.kkt,
+        "push": settings.push,
+        "pull": settings.pull,
+        "objective": objective(rows, run.weights, settings.l1),
+        "nonzero": int(run.weights.count_nonzero()),
+        "passes": len(run.passes),
+        "converged": run.converged,
+        "worker_bytes": last.sent,
+        "server_bytes": last.received,
+        "bytes": last.sent + last.received,
+        "seconds": last.seconds,
+        "course": [dataclasses.asdict(p) for p in run.passes],
     }
 
 
-def _compared(plain: Measured, filtered: Measured) -> dict[str, Any]:
+def _compared(plain: Mapping[str, Any], filtered: Mapping[str, Any]) -> dict[str, Any]:
     """Bytes of a run without filters and of one with them, until each stops, and until both are equally far."""
-    ends = [m.outcome.passes[-1].objective for m in (plain, filtered)]
-    far = max(ends)
-    reached = [m.outcome.reached(far) for m in (plain, filtered)]
+    far = max(run["course"][-1]["objective"] for run in (plain, filtered))
+    reached = [next(p for p in run["course"] if p["objective"] <= far) for run in (plain, filtered)]
+    used = [p["sent"] + p["received"] for p in reached]
     return {
-        "ratio": plain.bytes / filtered.bytes,
-        "worker_ratio": plain.worker_bytes / filtered.worker_bytes,
-        "server_ratio": plain.server_bytes / filtered.server_bytes,
-        "objective_difference": (ends[1] - ends[0]) / abs(ends[0]),
+        **{name.replace("bytes", "ratio"): plain[name] / filtered[name] for name in ("worker_bytes", "server_bytes")},
+        "ratio": plain["bytes"] / filtered["bytes"],
+        "objective_difference": (filtered["objective"] - plain["objective"]) / abs(plain["objective"]),
         "equal_objective": far,
-        "bytes_to_equal_objective": reached,
-        "ratio_to_equal_objective": reached[0] / reached[1] if reached[0] and reached[1] else None,
+        "bytes_to_equal_objective": used,
+        "ratio_to_equal_objective": used[0] / used[1],
     }
 
 
@@ -81,7 +80,7 @@ def show(report: Mapping[str, Any]) -> None:
         f"task {r['task']}, {r['data']}: {r['examples']:,} examples, {r['features']:,} features, "
         f"{r['entries']:,} values",
         f"{_some(r['workers'], 'worker')} and {_some(r['servers'], 'server')} over ZeroMQ on loopback, "
-        f"λ {r['l1']:g}, {r['blocks']} blocks, delay {r['delay']}, η {r['eta']:g}, torch {r['torch']}",
+        f"λ {r['l1']:g}, {_some(r['blocks'], 'block')}, delay {r['delay']}, lr {r['lr']:g}, torch {r['torch']}",
     ]
     console.print(*lines, sep="\n", highlight=False, soft_wrap=True)
     console.print(table(r["runs"]))
@@ -116,13 +115,14 @@ def table(runs: Sequence[Mapping[str, Any]]) -> Table:
 
 def _words(r: Mapping[str, Any]) -> list[str]:
     said = [
-        "objective: Σ log(1 + exp(-y·x·w)) + λ·Σ|w| of all examples at the servers' weights; bytes: of all frames with",
-        f"their headers; ×: how many times fewer. All stop when a pass changes the objective by {r['tolerance']:g} or "
-        "less of itself;",
-        "with KKT all weights are then active for one more pass, and it must be so again.",
+        "objective: Σ log(1 + exp(-y·x·w)) + λ·Σ|w| of all examples at the servers' weights; bytes: of all messages "
+        "from the first",
+        f"gradient on; ×: how many times fewer. All stop when passes change the objective by {r['tolerance']:g} or "
+        "less of itself each;",
+        "with KKT that is looked at after every pass that leaves nothing out.",
     ]
     c = r["compared"]
-    if c is not None and c["ratio_to_equal_objective"]:
+    if c is not None:
         a, b = c["bytes_to_equal_objective"]
         said.append(
             f"at equal objective ({c['equal_objective']:,.3f} or below): {a:,} against {b:,} bytes, "

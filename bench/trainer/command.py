@@ -76,7 +76,7 @@ def train(
     pauses: Annotated[float, typer.Option(help="Share of the steps that take ten times --step-time, by rank.")] = 0.0,
     servers_count: Annotated[int | None, typer.Option(help="sparse-logistic: servers. [2]")] = None,
     filters: Annotated[
-        str | None, typer.Option(metavar="SPEC", help=f"sparse-logistic: filters each way, or none. [{sparse.FILTERS}]")
+        str | None, typer.Option(metavar="SPEC", help=f"sparse-logistic: of gradients, or none. [{sparse.FILTERS}]")
     ] = None,
     kkt: Annotated[bool | None, typer.Option(help="sparse-logistic: the KKT filter. [on]")] = None,
     l1: Annotated[float | None, typer.Option(help="sparse-logistic: λ, beside the sum of losses. [1]")] = None,
@@ -89,7 +89,7 @@ def train(
     ranks, as torchrun or `commlib bench lab --ranks-per-host 2` makes them: elsewhere it is flat, and says why.
 
     --task sparse-logistic trains no network: it solves L1-regularised logistic regression with a parameter server,
-    --ranks workers and --servers-count servers, without filters and with them, and compares the bytes.
+    --ranks workers and --servers-count shards, without filters and with them, and compares the bytes.
     """
     if sparse.takes_over(train, locals()):
         return

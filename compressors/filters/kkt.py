@@ -31,8 +31,8 @@ class Kkt(Filter):
     The optimizer has to put weights to exactly 0 (:class:`commlib.runtime.proximal.ProximalAdagrad`), all that are sent
     this way with the same penalty; and values have to come so that 0 stays 0: as they are, or by ``lossless``.
 
-    KKT filter of Li et al. (OSDI 2014, section 5.2; NIPS 2014), whose workers decide by their own gradients, too; that
-    all comes again now and then is after the shrinking of LIBLINEAR.
+    KKT filter of Li et al. (OSDI 2014), whose workers estimate by what they know, too; that all is sent again now and
+    then is after the shrinking of LIBLINEAR.
 
     Args:
         l1: λ, above 0, in units of what one worker pushes: the optimizer's own where the server takes the mean, and a

@@ -61,7 +61,7 @@ def test_with_the_filter_it_comes_to_the_same_weights_with_a_fifth_of_the_bytes(
     plain: tuple[Tensor, int, int],
 ) -> None:
     expected, sent, received = plain
-    assert WORKERS * STEPS * 4 * FEATURES <= min(sent, received)
+    assert min(sent, received) >= WORKERS * STEPS * 4 * FEATURES
     found, less_sent, less_received = train(FILTERS, "lossless")
     assert objective(found) == pytest.approx(objective(expected), rel=1e-3)
     assert torch.equal(found.abs() > 0.01, expected.abs() > 0.01)

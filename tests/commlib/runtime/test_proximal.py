@@ -119,7 +119,9 @@ def test_a_job_names_it_from_a_table_and_what_is_not_there_is_no_optimizer() -> 
     job = ServerJob({"w": ((3,), "float32")}, (RECIPE,), {"w": 0}, "bsp", workers=1, shards=1)
     assert b"commlib.runtime.proximal:ProximalAdagrad" in job.pack()
     assert ServerJob.unpack(job.pack()).recipes == (RECIPE,)
-    forged = job.pack().replace(b"commlib.runtime.proximal:ProximalAdagrad", b"commlib.runtime.proximal:ProximalAdagrax")
+    forged = job.pack().replace(
+        b"commlib.runtime.proximal:ProximalAdagrad", b"commlib.runtime.proximal:ProximalAdagrax"
+    )
     with pytest.raises(CommlibError, match="ProximalAdagrax is none"):
         ServerJob.unpack(forged)
 

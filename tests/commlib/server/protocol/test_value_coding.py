@@ -237,7 +237,9 @@ def test_a_codec_that_keeps_what_it_has_of_gradients_is_not_for_values(spec: str
 
 
 def test_a_filter_that_goes_by_the_values_is_not_for_values() -> None:
-    with pytest.raises(ValueError, match="kkt cannot code values: it filters gradients, by the values that they are of"):
+    with pytest.raises(
+        ValueError, match="kkt cannot code values: it filters gradients, by the values that they are of"
+    ):
         way_of_values("kkt:l1=1+lossless")
 
 

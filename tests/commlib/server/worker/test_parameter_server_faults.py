@@ -156,7 +156,9 @@ def test_an_optimizer_that_lacks_a_parameter_and_one_of_the_users_own_are_refuse
     class Mine(torch.optim.SGD):
         pass
 
-    with pytest.raises(ValueError, match=r"shards know the optimizers of torch\.optim and commlib\.runtime\.proximal, and .*Mine is"):
+    with pytest.raises(
+        ValueError, match=r"shards know the optimizers of torch\.optim and commlib\.runtime\.proximal, and .*Mine is"
+    ):
         commlib.ParameterServer(model, Mine(model.parameters(), lr=0.1), "bsp", "127.0.0.1:1")
 
 

@@ -19,7 +19,7 @@ OBJECTIVE = "objective"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseSettings:
-    """One run, the same for all of its workers.
+    """Settings of a run, the same for all of its workers.
 
     Args:
         features: of all workers together; at least 1.

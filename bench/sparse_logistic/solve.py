@@ -74,7 +74,7 @@ class Solved:
 
 
 class ExampleShard:
-    """One worker's examples by column, and their margins X·w, which follow as weights change.
+    """Examples of one worker by column, and their margins X·w, which follow as weights change.
 
     Args:
         rows: this worker's examples.

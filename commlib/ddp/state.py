@@ -158,7 +158,8 @@ class HookState:
     @property
     def plan(self) -> Plan:
         """Layer by layer, how gradients travel now. Prints as a table."""
-        return self._plan if self._manager is None else self._manager.measured(self._plan)
+        plan = self._plan if self._manager is None else self._manager.measured(self._plan)
+        return plan if self._factors is None else plan.remarked(self._factors.remarks)
 
     @property
     def settled(self) -> bool:

@@ -96,6 +96,18 @@ class Plan:
         """The same plan, with one more thing to say about it, and with so many ranks on a node."""
         return dataclasses.replace(self, about="; ".join(filter(None, [self.about, about])), local=local)
 
+    def remarked(self, remarks: Mapping[str, str]) -> Plan:
+        """The same plan, with something more to say about why linear layers go as they do.
+
+        Args:
+            remarks: name of a linear layer → in words.
+        """
+        layers = {
+            n: dataclasses.replace(p, reason=f"{p.reason}; {remarks[p.spec.layer]}") if p.spec.layer in remarks else p
+            for n, p in self.layers.items()
+        }
+        return Plan(layers, self.world, self.about, self.local) if remarks else self
+
     @functools.cached_property
     def plain(self) -> bool:
         """Whether all layers go as they are, as without a hook."""

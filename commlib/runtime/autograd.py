@@ -7,11 +7,12 @@ groups and threads, and must run as they are written: :func:`untraced`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import queue
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -41,6 +42,13 @@ class ForwardListener(Protocol):
         """A forward pass begins; ``syncing``: not within ``no_sync``, so its backward pass ends with an exchange."""
 
 
+class ForwardEndListener(Protocol):
+    """Listener that is told when forward passes end."""
+
+    def end(self) -> None:
+        """A forward pass has ended, perhaps by an error."""
+
+
 def before_forward(ddp: DistributedDataParallel, who: ForwardListener, *, keep: bool = False) -> Any:
     """Tell somebody of every forward pass of the model.
 
@@ -52,29 +60,35 @@ def before_forward(ddp: DistributedDataParallel, who: ForwardListener, *, keep: 
     Returns:
         What has a ``remove()``.
     """
-    return ddp.register_forward_pre_hook(_Before((lambda: who) if keep else weakref.ref(who)))
+    return ddp.register_forward_pre_hook(_ForwardHook(_tell_begin, (lambda: who) if keep else weakref.ref(who)))
 
 
-class _Before:
-    """The hook itself; copying the model copies it without what it points at."""
+def after_forward(ddp: DistributedDataParallel, who: ForwardEndListener) -> Any:
+    """Tell somebody of the end of every forward pass of the model; returns what has a ``remove()``."""
+    return ddp.register_forward_hook(_ForwardHook(_tell_end, weakref.ref(who)), always_call=True)
 
-    def __init__(self, who: Callable[[], ForwardListener | None]) -> None:
-        self._who, self._untraced = who, untraced(_tell)
 
-    def __call__(self, ddp: DistributedDataParallel, inputs: Sequence[Any]) -> None:
+class _ForwardHook:
+    """The hook itself. A copy of the model has ``nullcontext().__exit__`` of Python in its place, which does nothing."""
+
+    def __init__(self, tell: Callable[..., None], who: Callable[[], object]) -> None:
+        self._who, self._untraced = who, untraced(tell)
+
+    def __call__(self, ddp: DistributedDataParallel, *_: object) -> None:
         self._untraced(self._who, ddp)
 
     def __reduce__(self) -> Any:
-        return _nothing, ()
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
-def _tell(who: Callable[[], ForwardListener | None], ddp: DistributedDataParallel) -> None:
+def _tell_begin(who: Callable[[], ForwardListener | None], ddp: DistributedDataParallel) -> None:
     if (it := who()) is not None:
         it.begin(bool(ddp.require_backward_grad_sync))
 
 
-def _nothing() -> Callable[[Any, Any], None]:
-    return lambda module, inputs: None
+def _tell_end(who: Callable[[], ForwardEndListener | None], ddp: DistributedDataParallel) -> None:
+    if (it := who()) is not None:
+        it.end()
 
 
 def at_end_of_backward(call: Callable[[], None]) -> bool:

@@ -145,8 +145,8 @@ def layer_specs(module: nn.Module, left_out: Collection[str] = ()) -> list[Layer
 def linear_layers(module: nn.Module, left_out: Collection[str] = ()) -> dict[str, nn.Linear]:
     """Name → layer for every ``nn.Linear`` whose gradient is made of the rows that pass through it, and of no others.
 
-    Those are plain ones (a subclass may do anything) with trained parameters that no other module has, none of them
-    ``left_out`` of DDP (names as ``named_parameters`` has them).
+    Those are plain ones (a subclass may do anything) with trained parameters that no other module has, contiguous in
+    memory and not empty, none of them ``left_out`` of DDP (names as ``named_parameters`` has them).
     """
     ignored = {id(p) for name, p in module.named_parameters() if name in left_out}
     modules = dict(module.named_modules())
@@ -155,7 +155,8 @@ def linear_layers(module: nn.Module, left_out: Collection[str] = ()) -> dict[str
     for name, m in modules.items():
         if type(m) is nn.Linear and set(m._parameters) == {"weight", "bias"}:  # neither parametrized nor normed
             own = [p for p in m._parameters.values() if p is not None]
-            if own and all(p.requires_grad and uses[id(p)] == 1 and id(p) not in ignored for p in own):
+            known = all(p.requires_grad and uses[id(p)] == 1 and id(p) not in ignored for p in own)
+            if own and known and all(p.is_contiguous() and p.numel() for p in own):
                 found[plain_name(name)] = m
     return found
 

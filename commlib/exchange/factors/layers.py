@@ -26,12 +26,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commlib.codecs.base import Compressor, Seeds
 from commlib.exchange.base import Routed
+from commlib.exchange.factors.guard import sharing
 from commlib.exchange.factors.retained import has_gradient
 from commlib.exchange.factors.rounds import FactorRounds, RowHistory
 from commlib.exchange.factors.tap import Tap
 from commlib.exchange.registry import BY_ROWS
 from commlib.groups.world import World
-from commlib.runtime.autograd import before_forward
+from commlib.runtime.autograd import after_forward, before_forward
 from commlib.runtime.layers import linear_layers
 
 
@@ -107,7 +108,8 @@ class FactorLayers:
         self._asked: set[str] = set()
         self._armed = self._syncing = False
         self._taps: dict[str, Tap] = {}
-        self._before: Any = None
+        self._around: list[Any] = []
+        self._remarks: dict[str, tuple[int, str]] = {}
         self._group: Any = None
         self.observer: PassObserver | None = None
         self._watch = False
@@ -154,6 +156,7 @@ class FactorLayers:
         self._order = StepOrder(list(routes))
         for name, count in (rows or {}).items():
             self._habits[name].expect(count)
+        self._share()
         self._fit()
 
     @property
@@ -167,12 +170,25 @@ class FactorLayers:
         self._fit()
 
     def _fit(self) -> None:
-        """Layers have taps while they are needed: a tapped layer takes more time, though it may not show."""
+        """Layers are looked at while they are needed: a tapped layer takes more time, though it may not show."""
         for name, tap in self._taps.items():
             if self._watch or name in self._routes:
-                tap.put()
+                tap.enable()
             else:
-                tap.remove()
+                tap.disable()
+
+    def _share(self) -> None:
+        """See which layers another DDP model reduces, too: that would miss their gradient, so nothing is caught."""
+        ddp = self.ddp
+        if self._routes and self._taps and ddp is not None:
+            found = sharing(ddp, [p for tap in self._taps.values() for p in tap.leaves])
+            for tap in self._taps.values():
+                tap.shared |= any(id(p) in found for p in tap.leaves)
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        """The model; None once it is gone."""
+        return self._ddp()
 
     def terms(self) -> dict[str, str]:
         """Terms that ranks must have in common where each multiplies for itself, and must come to the same bits."""
@@ -198,15 +214,16 @@ class FactorLayers:
         self._group = group
         owner = weakref.proxy(self)  # or model, taps and hook would keep each other alive
         self._taps = {name: Tap(name, module, owner, traced=traced) for name, module in self._modules.items()}
+        self._share()
         self._fit()
-        self._before = before_forward(ddp, self)
+        self._around = [before_forward(ddp, self), after_forward(ddp, self)]
 
     def remove(self) -> None:
-        """Make the layers plain again; more than once does no harm."""
-        if self._before is not None:
-            self._before.remove()
+        """Make the layers ordinary again; more than once does no harm."""
+        for hook in self._around:
+            hook.remove()
         for tap in self._taps.values():
-            tap.remove()
+            tap.disable()
         self._taps = {}
 
     def retire(self) -> None:
@@ -250,33 +267,45 @@ class FactorLayers:
         self.complete(name)
         tap, trip = self._taps[name], self._trip(name)
         if name in self._issued and (tap.foreign or not tap.empty()):  # called again, or its weight is used elsewhere
-            tap.foreign = False
+            self._note(tap)
             trip.add(tap.take())
         return trip
 
     def end_step(self) -> None:
-        """DDP has asked for all buckets.
+        """DDP has asked for all buckets. A layer that it has not asked for is none of this step's on any rank.
+
+        So it is with ``skip_all_reduce_unused_params``, by which DDP leaves out what no rank has used.
 
         Raises:
-            ValueError: but not for a layer that is tapped, so nobody would write its gradient.
+            ValueError: a layer whose rows were caught: nobody would write its gradient.
         """
         missing = [name for name in self._order.names if name not in self._asked]
         if missing and (self._asked or self._issued):  # neither, in a dense warm-up
-            raise ValueError(
-                f"DDP does not reduce {', '.join(missing)}: frozen, or left out, when the model was wrapped. Wrap it "
-                f'anew, or give the layer another route, for example {{"{missing[0]}.*": "none"}}'
-            )
+            lost = [name for name in missing if name in self._issued or not self._taps[name].empty()]
+            if lost:
+                raise ValueError(
+                    f"DDP does not reduce {', '.join(lost)}: frozen, or left out, when the model was wrapped. Wrap it "
+                    f'anew, or give the layer another route, for example {{"{lost[0]}.*": "none"}}'
+                )
+            for name in missing:
+                for due in self._order.ready(name):
+                    if due not in missing:
+                        self._start(due)
         self._reset()
 
     def _reset(self) -> None:
-        self._armed = False  # what is called now, on one rank perhaps, does not go through DDP
+        self._armed = self._syncing = False  # what is called now, on one rank perhaps, does not go through DDP
+        self._close()
         self._order.restart()
         self._trips.clear()
         self._issued.clear()
         self._asked.clear()
 
     def begin(self, syncing: bool) -> None:
-        """A forward pass of the DDP model begins."""
+        """A forward pass of the DDP model begins.
+
+        DDP exchanges in the next backward pass if any forward pass since the last exchange was outside of ``no_sync``.
+        """
         if self._trips:  # the last backward pass broke off
             for trip in self._trips.values():
                 trip.give_up("the backward pass broke off before this layer's factors could leave")
@@ -285,13 +314,40 @@ class FactorLayers:
             self._reset()
         for tap in self._taps.values():
             tap.begin()
-        self._armed, self._syncing = torch.is_grad_enabled(), syncing
-        if self._armed and self.observer is not None:
-            self.observer.begin()
+        on = torch.is_grad_enabled()
+        self._armed |= on
+        self._syncing |= on and syncing
+        if on:
+            for tap in self._taps.values():
+                if tap.enabled:
+                    tap.put()
+            if self.observer is not None:
+                self.observer.begin()
+
+    def end(self) -> None:
+        """A forward pass of the DDP model ends. Layers that are called again in the backward pass stay tapped."""
+        if not any(tap.again for tap in self._taps.values()):
+            self._close()
+
+    def _close(self) -> None:
+        for tap in self._taps.values():
+            tap.remove()
+            tap.again = False
+
+    def _note(self, tap: Tap) -> None:
+        """A layer goes as dense gradient in this step; remember why."""
+        count, _ = self._remarks.get(tap.name, (0, ""))
+        self._remarks[tap.name] = count + 1, tap.why or "it had gradient besides that of its rows"
+        tap.foreign, tap.why = False, ""
+
+    @property
+    def remarks(self) -> dict[str, str]:
+        """Layer → in how many steps it went as dense gradient because of this rank, and why the last time."""
+        return {name: f"dense in {count} steps: {why}" for name, (count, why) in self._remarks.items()}
 
     def _trip(self, name: str) -> FactorRounds:
         if name not in self._trips:
-            weight, route = self._taps[name].module.weight, self._routes[name]
+            weight, route = self._taps[name].leaves[0], self._routes[name]
             n, m = weight.shape
             sending = BY_ROWS[route.exchange].sending(route.codec, n, m, self._world)
             seeds = functools.partial(self._seeds_of, name, route.codec)
@@ -307,7 +363,8 @@ class FactorLayers:
 
     def _start(self, name: str) -> None:
         tap = self._taps[name]
-        dirty = tap.foreign or has_gradient(list(tap.module.parameters()))
-        tap.foreign = False
+        dirty = tap.foreign or has_gradient(tap.leaves)
+        if dirty:
+            self._note(tap)
         self._issued.add(name)
         self._trip(name).start(tap.take(), dirty, self._group)

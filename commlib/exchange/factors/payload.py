@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from commlib.codecs.base import Compressor, LayerSpec
+from commlib.exchange.factors.guard import DTYPES
 from commlib.exchange.factors.tap import Rows
 
 _ALIGN = 8
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Of rows that can travel."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,8 @@ from torch import Tensor
 from commlib.errors import CommlibError
 from commlib.exchange.collectives import Payers
 from commlib.exchange.factors.delivery import HEADER, RowDelivery
-from commlib.exchange.factors.payload import DTYPES, RowCapacity
+from commlib.exchange.factors.guard import DTYPES
+from commlib.exchange.factors.payload import RowCapacity
 from commlib.exchange.factors.tap import Rows
 
 _DIRTY = 1 << 8  # flag: there is gradient besides the rows; the low byte is the index of the rows' dtype
@@ -155,8 +156,9 @@ class FactorRounds:
         for other in dtypes:
             dtype = torch.promote_types(dtype, other)
         worth = self._pays(RowCapacity(most, dtype))
-        self._habit.saw(most if worth else 0, dtype)
-        if any(flags & _DIRTY for _, flags in heads):
+        dirty = any(flags & _DIRTY for _, flags in heads)
+        self._habit.saw(most if worth and not dirty else 0, dtype)  # a layer that is summed again and again sends none
+        if dirty:
             return "summed"
         if most <= self._room.rows and all(d == self._room.dtype for d in dtypes):
             return "gathered"

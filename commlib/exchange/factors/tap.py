@@ -8,13 +8,16 @@ autograd gets (within ``no_sync``, or by a hook on a parameter) it is the layer'
 
 from __future__ import annotations
 
+import copyreg
 import functools
+import logging
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from commlib.exchange.factors.guard import call_refusal, node_watched, parameter_refusal
 from commlib.exchange.factors.retained import RetainedInput, has_gradient
 from commlib.runtime.autograd import at_end_of_backward, untraced
 
@@ -22,6 +25,7 @@ _BREAK = (
     "commlib catches this layer's rows in Python, by its route: for a graph without this break give it another, "
     'as commlib.attach(ddp, "none")'
 )
+_log = logging.getLogger("commlib")
 Rows = tuple[Tensor, Tensor]
 """(K, M) inputs and (K, N) output gradients, in one dtype."""
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, None]
@@ -30,6 +34,10 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, None]
 
 class TapOwner(Protocol):
     """Owner of the taps, which knows what step it is."""
+
+    @property
+    def ddp(self) -> nn.Module | None:
+        """The DDP model whose exchange this is."""
 
     def on(self, name: str) -> bool:
         """Whether this layer's factors are exchanged in the step under way; if not, it is as good as a plain one."""
@@ -50,53 +58,75 @@ class TapOwner(Protocol):
 class Tap:
     """Tap of one layer: the rows that were caught between two exchanges.
 
+    A layer is tapped while the DDP model's passes are under way, from :meth:`put` to :meth:`remove`: between two steps
+    the model is made of ordinary modules. What is copied or pickled meanwhile is ordinary, too.
+
     Args:
         name: the layer's.
-        module: a plain ``nn.Linear``; tapped by :meth:`put`, and what is copied or pickled of it is plain again.
+        module: a plain ``nn.Linear``.
         owner: is asked, and told.
         traced: whether ``torch.compile`` gets to see a plain layer.
+
+    Attributes:
+        foreign: whether gradient has reached a parameter that is not of these rows.
+        shared: whether another DDP model reduces a parameter of it: then nothing is caught.
+        again: whether a call may be made once more in the backward pass (activation checkpointing).
+        why: why a call was not caught, or why there was other gradient; the last reason, empty if there was none.
     """
 
     def __init__(self, name: str, module: nn.Linear, owner: TapOwner, *, traced: bool = False) -> None:
         self.name, self.module, self.traced = name, module, traced
-        self.foreign = self.retired = False
+        self.foreign = self.retired = self.shared = self.again = False
+        self.why = ""
+        self.leaves = [p for p in (module.weight, module.bias) if p is not None]
         self._owner = owner
         self._rows: list[Rows] = []
         self._calls = 0
         self._hidden = False  # called without grad while training: a checkpoint, which calls again later
-        self._zero = torch.zeros((), device=module.weight.device)
+        self._zero = torch.zeros((), dtype=torch.float32, device=module.weight.device)
         self._hooks: list[Any] = []
-        self._kept = RetainedInput(list(module.parameters()))
+        self._kept = RetainedInput(self.leaves)
         self.untraced, self.backward = untraced(Tap.forward, _BREAK), untraced(_backward)
 
-    def put(self) -> None:
-        """Make the layer tapped; more than once does no harm."""
-        if "_tap" in vars(self.module):
-            return
-        parameters: list[Any] = list(self.module.parameters())
-        watch = untraced(Tap._watch)
-        self._hooks = [p.register_hook(functools.partial(watch, self, i)) for i, p in enumerate(parameters)]
-        vars(self.module)["_tap"] = self
-        swapped: Any = self.module
-        swapped.__class__ = _Tapped
+    def enable(self) -> None:
+        """Look at all gradient of the layer's parameters; more than once does no harm."""
+        if not self._hooks:
+            watch, parameters = untraced(Tap._watch), list[Any](self.leaves)
+            self._hooks = [p.register_hook(functools.partial(watch, self, i)) for i, p in enumerate(parameters)]
 
-    def remove(self) -> None:
-        """Make the layer plain again; more than once does no harm."""
+    def disable(self) -> None:
+        """Leave the layer and its parameters as they were; more than once does no harm."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self.remove()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether it looks at the layer's parameters."""
+        return bool(self._hooks)
+
+    def put(self) -> None:
+        """Catch what the layer is called with. More than once does no harm, nor if it is no ``nn.Linear`` any more."""
+        if type(self.module) is nn.Linear:
+            vars(self.module)["_tap"] = self
+            swapped: Any = self.module
+            swapped.__class__ = _Tapped
+
+    def remove(self) -> None:
+        """Make the layer ordinary again; more than once does no harm."""
         tapped: Any = self.module
-        if "_tap" in vars(tapped):
+        if vars(tapped).get("_tap") is self:
             del vars(tapped)["_tap"]
             tapped.__class__ = nn.Linear
 
     def retire(self) -> None:
-        """Make the layer plain for good, between two exchanges: rows that are kept are in ``grad``, and go as that.
+        """Make the layer ordinary for good, between two exchanges: rows that are kept are in ``grad``, and go as that.
 
         What passed forward before, and comes back only now, has an ordinary gradient.
         """
         self.retired = True
-        self.remove()
+        self.disable()
         self.take()
 
     def take(self) -> list[Rows]:
@@ -110,29 +140,44 @@ class Tap:
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output."""
-        weight, bias = self.module.weight, self.module.bias
-        if not self.live():
-            y = functional.linear(x, weight, bias)
-            if y.requires_grad and self._owner.watching():
+        m = self.module
+        if not torch.is_grad_enabled():
+            self._hidden |= m.training
+            self.again |= m.training
+            return functional.linear(x, m.weight, m.bias)
+        on, watching = self._owner.on(self.name), self._owner.watching()
+        refused = self._refusal(x) if on or watching else ""
+        if refused or not on:
+            y = functional.linear(x, m.weight, m.bias)
+            if refused:
+                self.why = refused
+            elif watching and y.requires_grad:
                 y.register_hook(functools.partial(untraced(Tap.passed), self))  # type: ignore[no-untyped-call]
             return y
+        self.again |= torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        self._calls += 1
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
-        traced: Any = _Linear.apply(bias, x, weight, self)  # type: ignore[no-untyped-call]
+        traced: Any = _Linear.apply(self.leaves[1] if len(self.leaves) > 1 else None, x, self.leaves[0], self)  # type: ignore[no-untyped-call]
         return cast(Tensor, traced)
 
-    def live(self) -> bool:
-        """Whether the rows of a call that is made now are to be caught in its backward pass; if so, it is counted."""
-        if not torch.is_grad_enabled():
-            self._hidden |= self.module.training
-        live = torch.is_grad_enabled() and self._owner.on(self.name) and not self.altered()
-        self._calls += live
-        return live
+    def _refusal(self, x: Tensor) -> str:
+        """Why the rows of a call do not stand for its gradient; whatever goes wrong is a reason."""
+        if self.shared:
+            return "another DDP model reduces a parameter of it, too"
+        try:
+            return call_refusal(x, self.module, self.leaves, self._owner.ddp)
+        except Exception:
+            _log.warning(
+                "layer %s is exchanged as dense gradient: its call was not understood", self.name, exc_info=True
+            )
+            self.shared = True
+            return "its call was not understood (see the warning)"
 
-    def passed(self, grad: Tensor) -> None:
-        """The backward pass has come to a call that is not live."""
-        if not self.retired and self._owner.watching():
+    def passed(self, grad: Tensor | None) -> None:
+        """The backward pass has come to a call that is not live; without a gradient if nothing used its output."""
+        if grad is not None and not self.retired and self._owner.watching():
             self._owner.sighted(self.name, grad.numel() // grad.shape[-1])
 
     def caught(self, x: Tensor, grad: Tensor) -> tuple[bool, bool]:
@@ -142,22 +187,31 @@ class Tap:
             Whether they leave, so that nobody needs their product here; whether they are kept beside it.
         """
         u, v = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-        leave, parameters = self._owner.syncing(), list(self.module.parameters())
+        leave = self._owner.syncing()
         if self._owner.watching():
             self._owner.sighted(self.name, len(u))
         if self._kept.waiting:
             if not self._kept.untouched():
                 self._drop()
             elif leave:  # instead of what they made
-                for p in parameters:
+                for p in self.leaves:
                     if p.grad is not None:
                         p.grad.zero_()
         if not leave:
             return False, self._keep(u, v)
         self._rows.append((u, v))
+        self._if_complete()
+        return True, False
+
+    def unused(self) -> None:
+        """The backward pass has come to a call whose output has no gradient."""
+        self._calls -= 1
+        if self._rows and self._owner.syncing():
+            self._if_complete()
+
+    def _if_complete(self) -> None:
         if len(self._rows) == self._calls and not self._hidden:
             self._owner.complete(self.name)
-        return True, False
 
     def made(self, products: list[Tensor]) -> None:
         """The products of rows that are kept."""
@@ -173,7 +227,7 @@ class Tap:
 
     def _keep(self, u: Tensor, v: Tensor) -> bool:
         """Keep rows beyond this pass, unless ``grad`` has something already that is not made of rows."""
-        keep = bool(self._rows) or not has_gradient(list(self.module.parameters()))
+        keep = bool(self._rows) or not has_gradient(self.leaves)
         if keep:
             self._rows.append((u.clone(), v.clone()))  # the input may be used again
         else:
@@ -193,14 +247,6 @@ class Tap:
         """Whether nothing was caught since :meth:`take`."""
         return not self._rows
 
-    def altered(self) -> bool:
-        """Whether somebody else's hook sees, and may change, the local gradient of a parameter: then it must exist."""
-        parameters: list[Any] = list(self.module.parameters())
-        return any(
-            len(p._backward_hooks or ()) > 1 or p._post_accumulate_grad_hooks or hasattr(p, "_in_backward_optimizers")
-            for p in parameters
-        )
-
     def placeholder(self, like: Tensor) -> Tensor:
         """Zeros that take no memory."""
         return self._zero.to(like.dtype).expand(like.shape)
@@ -213,6 +259,7 @@ class Tap:
         value = grad[(0,) * grad.dim()] if plain and grad.numel() else grad
         if self._owner.on(self.name) and bool(value.any()):
             self.foreign = True
+            self.why = self.why or "gradient that is not of its rows has reached a parameter"
 
 
 class _Linear(torch.autograd.Function):
@@ -226,24 +273,28 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, bias: Tensor | None, x: Tensor, weight: Tensor, tap: Tap) -> Tensor:
         w = weight.to(x.dtype)
         ctx.save_for_backward(x, weight, w if w is not weight else None)
+        ctx.set_materialize_grads(False)  # where DDP has no gradient, there is none here
         ctx.tap, ctx.has_bias = tap, bias is not None
         return functional.linear(x, w, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
+    def backward(ctx: Any, grad: Tensor | None) -> Gradients:
         back: Gradients = ctx.tap.backward(ctx, grad)
         return back
 
 
-def _backward(ctx: Any, grad: Tensor) -> Gradients:
+def _backward(ctx: Any, grad: Tensor | None) -> Gradients:
     x, weight, w = ctx.saved_tensors
     tap: Tap = ctx.tap
+    if grad is None:
+        tap.unused()
+        return None, None, None, None
     leave = kept = False
-    if _accumulates(ctx) and not (tap.retired or torch.is_grad_enabled() or tap.altered()):
+    if not (tap.retired or torch.is_grad_enabled()) and _accumulates(ctx, tap):
         leave, kept = tap.caught(x, grad)  # first: they travel while the next line is computed
     back = grad.matmul(weight.to(x.dtype) if w is None or not leave else w) if ctx.needs_input_grad[1] else None
     if leave:
-        return tap.placeholder(tap.module.bias) if ctx.has_bias else None, back, tap.placeholder(weight), None
+        return tap.placeholder(tap.leaves[1]) if ctx.has_bias else None, back, tap.placeholder(weight), None
     flat = grad.reshape(-1, grad.shape[-1])
     own = (flat.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype)
     bias = flat.sum(0).to(weight.dtype) if ctx.has_bias else None
@@ -252,14 +303,20 @@ def _backward(ctx: Any, grad: Tensor) -> Gradients:
     return bias, back, own, None
 
 
-def _accumulates(node: Any) -> bool:
-    """Whether this backward pass adds to the weight's and bias's ``grad``; not so in ``torch.autograd.grad``.
+def _accumulates(ctx: Any, tap: Tap) -> bool:
+    """Whether this backward pass adds to the weight's and bias's ``grad``, which nobody looks at before the exchange.
 
-    If not, or if somebody wants to differentiate what comes out, the gradient itself must be there.
+    It does not in ``torch.autograd.grad``, nor where somebody wants to differentiate what comes out. Then, and where a
+    hook sees it, the gradient itself must be there.
     """
+    nodes = [node for i, (node, _) in enumerate(ctx.next_functions) if i != int(ctx.has_bias)]  # not the input's
+    if tap.shared or parameter_refusal(tap.leaves) or len(nodes) != len(tap.leaves):
+        return False
+    for node, p in zip(nodes, reversed(tap.leaves), strict=True):
+        if getattr(node, "variable", None) is not p or node_watched(node, p):
+            return False
     try:
-        leaves = [leaf for i, (leaf, _) in enumerate(node.next_functions) if i != int(node.has_bias)]  # not the input's
-        return all(torch._C._will_engine_execute_node(leaf) for leaf in leaves if leaf is not None)
+        return all(torch._C._will_engine_execute_node(node) for node in nodes)
     except RuntimeError:  # they are what torch.autograd.grad was asked for
         return False
 
@@ -275,11 +332,9 @@ class _Tapped(nn.Linear):
         return cast(Tensor, self._tap.untraced(self._tap, input))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _new_linear, (), {k: v for k, v in vars(self).items() if k != "_tap"}
-
-
-def _new_linear() -> nn.Linear:
-    return nn.Linear.__new__(nn.Linear)
+        """A copy, or a pickle, is an ordinary layer, for which commlib need not be installed."""
+        state = {k: v for k, v in vars(self).items() if k != "_tap"}
+        return copyreg._reconstructor, (nn.Linear, object, None), state  # type: ignore[attr-defined]
 
 
 _Tapped.__name__ = _Tapped.__qualname__ = "Linear"

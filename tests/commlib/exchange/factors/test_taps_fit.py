@@ -14,6 +14,8 @@ from tests.support.tiny_ddp import Trainer
 class Nobody:
     """An owner whose factors are never on."""
 
+    ddp = None
+
     def on(self, name: str) -> bool:
         return False
 
@@ -32,14 +34,39 @@ def test_a_tap_can_be_put_and_removed_again_and_again() -> None:
     layer = nn.Linear(3, 2)
     tap = Tap("l", layer, Nobody())
     for _ in range(3):
+        tap.enable()
+        tap.enable()
+        assert [len(p._backward_hooks or ()) for p in layer.parameters()] == [1, 1]
         assert type(layer) is nn.Linear
         tap.put()
         tap.put()
         assert type(layer) is not nn.Linear
-        assert [len(p._backward_hooks or ()) for p in layer.parameters()] == [1, 1]
         tap.remove()
         tap.remove()
+        assert type(layer) is nn.Linear
+        tap.put()
+        tap.disable()
+        tap.disable()
+        assert type(layer) is nn.Linear
         assert [len(p._backward_hooks or ()) for p in layer.parameters()] == [0, 0]
+
+
+def test_a_tap_leaves_alone_what_is_no_linear_layer_any_more() -> None:
+    layer = nn.Linear(3, 2)
+    tap = Tap("l", layer, Nobody())
+    tap.enable()
+    nn.utils.parametrizations.weight_norm(layer)
+    changed = type(layer)
+    tap.put()
+    assert type(layer) is changed
+    tap.disable()
+    assert type(layer) is changed
+
+
+def looked_at(layers: list[nn.Linear]) -> int:
+    """How many of them have taps; between two steps all are ordinary layers."""
+    assert all(type(m) is nn.Linear for m in layers)
+    return sum(bool(m.weight._backward_hooks) for m in layers)
 
 
 def kinds(world: World, rule: str) -> tuple[int, int, bool]:
@@ -50,7 +77,7 @@ def kinds(world: World, rule: str) -> tuple[int, int, bool]:
     """
     trainer = Trainer(world, rule)
     linear = [m for m in trainer.ddp.modules() if isinstance(m, nn.Linear)]
-    first = tapped = sum(type(m) is not nn.Linear for m in linear)
+    first = tapped = looked_at(linear)
     fits: list[bool] = []
     for _ in range(100):
         trainer.train(5)
@@ -58,7 +85,7 @@ def kinds(world: World, rule: str) -> tuple[int, int, bool]:
         if not trainer.comm.settled or (factors is not None and factors.watch):
             continue
         rows = sum(p.route.by_rows and p.spec.kind == "linear.weight" for p in trainer.comm.plan)
-        tapped = sum(type(m) is not nn.Linear for m in linear)
+        tapped = looked_at(linear)
         fits.append(tapped == rows)
         if len(fits) == 8:
             break

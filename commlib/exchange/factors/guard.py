@@ -1,0 +1,108 @@
+"""Guard of a tapped layer: whether the gradient of a call is made of its rows, and of nothing else.
+
+The rows that :mod:`commlib.exchange.factors.tap` catches stand for what autograd adds to the parameters only where the
+layer is plain: ``y = x·Wᵀ + b`` with the registered parameters themselves, with nobody looking at their local gradient.
+Whatever is not known to be so is no error: such a call computes its gradient as any other layer does.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Of rows that can travel."""
+
+
+def call_refusal(x: Tensor, module: nn.Linear, leaves: Sequence[nn.Parameter], ddp: object) -> str:
+    """Why a call's gradient has to be computed as usual; empty if its rows can stand for it.
+
+    Args:
+        x: input of the call.
+        module: the layer.
+        leaves: its weight, and its bias if it has one, as DDP knows them.
+        ddp: the DDP model whose exchange this is.
+    """
+    weight, *bias = leaves
+    if module.weight is not weight or (module.bias is not bias[0] if bias else module.bias is not None):
+        return "it is called with another weight or bias than its own (functional_call, or one assigned later)"
+    if reason := _transform() or parameter_refusal(leaves):
+        return reason
+    if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided or x.is_nested:
+        return f"its input is no plain tensor ({type(x).__name__}, {x.layout})"
+    kind = x.device.type
+    cast = torch.is_autocast_enabled(kind)
+    if x.device != weight.device or (x.dtype != weight.dtype and not cast):
+        return f"its input is {x.dtype} on {x.device}, its weight {weight.dtype} on {weight.device}"
+    if (torch.get_autocast_dtype(kind) if cast else x.dtype) not in DTYPES:
+        return f"rows of {x.dtype} cannot travel"
+    active = DistributedDataParallel._active_ddp_module
+    if active is not None and active is not ddp:
+        return "another DDP model calls it, too"
+    return ""
+
+
+def parameter_refusal(leaves: Sequence[nn.Parameter]) -> str:
+    """Why the local gradient of these parameters must exist at this moment; empty if nobody would miss it."""
+    for p in leaves:
+        if not p.requires_grad:
+            return "it is called while a parameter of it is frozen"
+        if not p.is_contiguous() or p.layout is not torch.strided:
+            return "a parameter of it is not contiguous in memory"
+        if watched(p):
+            return "a hook sees the local gradient of a parameter"
+    return ""
+
+
+def watched(p: Any) -> bool:
+    """Whether a hook on a parameter, other than the tap's, sees and may change its local gradient."""
+    return (
+        len(p._backward_hooks or ()) > 1 or bool(p._post_accumulate_grad_hooks) or hasattr(p, "_in_backward_optimizers")
+    )
+
+
+def node_watched(node: object, p: Any) -> bool:
+    """Whether there is such a hook on the node that accumulates a parameter's gradient.
+
+    PyTorch does not list those. But the node's Python object refers to the tables of its hooks, which the garbage
+    collector tells.
+    """
+    tables = (x for x in gc.get_referents(node) if isinstance(x, dict))
+    return any(table and table is not p._backward_hooks for table in tables)
+
+
+def _transform() -> str:
+    """The transform that a call is under, which does not see through the tap's own autograd function."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "it is called under torch.func (vmap, grad, functionalize)"
+    if forward_ad._current_level >= 0:
+        return "it is called under forward-mode differentiation"
+    if torch.jit.is_tracing():
+        return "it is being traced"
+    if any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
+        return "it is called under a TorchFunctionMode"
+    return ""
+
+
+def sharing(ddp: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> set[int]:
+    """``id`` of each of these parameters that another DDP model reduces, too: it would miss the local gradient."""
+    mine = {id(p) for p in parameters}
+    for again in (False, True):
+        if again:
+            gc.collect()  # what was found may be a model that nothing refers to any more
+        found = {id(p) for other in _ddp_models() if other is not ddp for p in other.parameters() if id(p) in mine}
+        if not found:
+            break
+    return found
+
+
+def _ddp_models() -> list[DistributedDataParallel]:
+    return [x for x in gc.get_objects() if DistributedDataParallel in type(x).__mro__]

@@ -9,6 +9,9 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commlib.runtime.autograd import others_post_accumulate
+from commlib.runtime.layers import all_parameters, inside, plain_name
+
 _WRAP_ANEW = "wrap the model in a new DistributedDataParallel"
 _ZERO = "it is that of ZeroRedundancyOptimizer with overlap_with_ddp=True; make that optimizer without it"
 _OWN_HOOKS = {
@@ -22,6 +25,16 @@ _OWN_HOOKS = {
     "hook_with_zero_fn": _ZERO,
     "hook_with_zero_interleaved_fn": _ZERO,
 }
+
+
+class CommHooks(list[tuple[Any, Any]]):
+    """A DDP model's own list of communication hooks; a copy of the model, or a pickle, has an empty list.
+
+    The reducer of a copy is new and has no hook. So a copy is plain DDP, and is loaded where commlib is not installed.
+    """
+
+    def __reduce__(self) -> Any:
+        return list, ()
 
 
 class CopiedState:
@@ -60,14 +73,14 @@ def check_beside(module: nn.Module) -> None:
     """
     if isinstance(module, DistributedDataParallel):
         _check_ddp(module)
-    parameters: dict[str, Any] = dict(module.named_parameters())
+    parameters: dict[str, Any] = {plain_name(n): p for n, p in all_parameters(inside(module)).items()}
     stepped = [name for name, p in parameters.items() if getattr(p, "_in_backward_optimizers", None)]
     if stepped:
         raise ValueError(
             f"{_some(stepped)} an optimizer in the backward pass (_apply_optimizer_in_backward), which DDP runs in a "
             "communication hook of its own, and there can be one: step after the backward pass"
         )
-    early = [name for name, p in parameters.items() if p._post_accumulate_grad_hooks]
+    early = [name for name, p in parameters.items() if others_post_accumulate(p)]
     if early:
         warnings.warn(
             f"{_some(early)} a post-accumulate hook: it runs before the exchange and sees this rank's gradient. An "
@@ -92,6 +105,12 @@ def _some(names: list[str]) -> str:
     return names[0] + more
 
 
+def builtin_hook(ddp: DistributedDataParallel) -> str:
+    """The communication hook in C++ that a model has (``_register_builtin_comm_hook``); empty if it has none."""
+    told: Any = ddp._get_ddp_logging_data()
+    return str(told.get("comm_hook", "")) if not ddp._comm_hooks else ""
+
+
 def check_ddp(ddp: Any) -> None:
     """Raises TypeError if it is no DDP model, ValueError if it has a communication hook already."""
     if not isinstance(ddp, DistributedDataParallel):
@@ -100,8 +119,8 @@ def check_ddp(ddp: Any) -> None:
             "wrap the model first, ddp = DistributedDataParallel(model)"
         )
     hooks = [hook for hook, state in getattr(ddp, "_comm_hooks", ()) if not isinstance(state, CopiedState)]
-    if hooks:
-        name = getattr(hooks[0], "__qualname__", "unknown")
+    name = getattr(hooks[0], "__qualname__", "unknown") if hooks else builtin_hook(ddp)
+    if name:
         raise ValueError(
             f"this DDP model already has a communication hook ({name}); PyTorch allows one for its lifetime: "
             + advice(name)

@@ -6,6 +6,7 @@ hands a bucket to the state that is attached now, or, if none is, does what DDP 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -24,6 +25,9 @@ class Attachable(Protocol):
 
     def exchange(self, bucket: Any, /) -> torch.futures.Future[Tensor]:
         """Exchanges one bucket of DDP's."""
+
+    def before_join(self) -> None:
+        """The model comes into a ``Join``: ranks will drop out one by one."""
 
 
 class HookSlot:
@@ -98,4 +102,37 @@ def check_free(ddp: Any) -> None:
 
 def give(ddp: DistributedDataParallel, slot: HookSlot) -> HookSlot:
     """Give a model its slot: the one it has, or this one."""
+    vars(ddp)["join_hook"] = JoinGuard(ddp)
     return _SLOTS.setdefault(ddp, slot_of(ddp) or slot)
+
+
+class JoinGuard:
+    """Guard before a model's ``join_hook``, which every rank calls, even one that has no inputs at all.
+
+    Args:
+        ddp: the model; of this object alone.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = weakref.ref(ddp)
+
+    def __call__(self, **options: Any) -> Any:
+        """The model's own join hook.
+
+        Raises:
+            ValueError: gradients shall be divided by the ranks that are left, and a state is attached.
+        """
+        ddp: Any = self._ddp()
+        slot = slot_of(ddp)
+        if slot is not None and slot.attached is not None:
+            if not options.get("divide_by_initial_world_size", True):
+                raise ValueError(
+                    "Join(divide_by_initial_world_size=False) divides by the ranks that have not finished, and commlib "
+                    "by all ranks: leave the option out, or call comm.detach() before"
+                )
+            slot.attached.before_join()
+        return type(ddp).join_hook(ddp, **options)
+
+    def __reduce__(self) -> Any:  # a copy of the model has its own, and a bound method finds the copy
+        ddp: Any = self._ddp()
+        return functools.partial(type(ddp).join_hook, ddp).__reduce__()

@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from commlib.ddp.compat import check_ddp
 from commlib.exchange.collectives import AllReduce
 from commlib.groups.world import World
-from commlib.runtime.autograd import at_end_of_backward, before_forward, untraced
-from commlib.runtime.layers import trained_parameters
+from commlib.runtime.autograd import ReadyHook, at_end_of_backward, before_forward, untraced
+from commlib.runtime.layers import all_parameters, trained_parameters
 from commlib.telemetry.recorder import TRACK
 from commlib.telemetry.stats import Meter
 from commlib.telemetry.trace import NONE, Trace
@@ -55,7 +55,7 @@ def visible(ddp: DistributedDataParallel) -> bool:
 
 def reduced_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
     """Name → parameter of all that DDP reduces, in the order of its own list."""
-    ignored = {id(p) for name, p in ddp.module.named_parameters() if name in ddp.parameters_to_ignore}
+    ignored = {id(p) for name, p in all_parameters(ddp.module).items() if name in ddp.parameters_to_ignore}
     return {name: p for name, p in trained_parameters(ddp.module).items() if id(p) not in ignored}
 
 
@@ -80,6 +80,7 @@ class PassiveObserver:
         fence: called at the end of the backward pass, when DDP has issued all its collectives, but waits for none yet;
             with the meter of all parameters.
         exchanged: called when it has, with when the backward pass ended, and the buckets if they are watched.
+        check: called when a forward pass begins; it raises what speaks against an exchange.
         hook: to be registered, and its state before it.
 
     Attributes:
@@ -93,10 +94,11 @@ class PassiveObserver:
         world: World,
         fence: Callable[[Meter], None],
         exchanged: Callable[[float, Buckets], None],
+        check: Callable[[], None],
         hook: tuple[object, Callable[..., Any]],
     ) -> None:
         self._ddp, self._world = weakref.ref(ddp), world
-        self._fence, self._tell, self._hook = fence, exchanged, hook
+        self._fence, self._tell, self._check, self._hook = fence, exchanged, check, hook
         self._parameters = reduced_parameters(ddp)
         self._nbytes = sum(p.nbytes for p in self._parameters.values())
         parts = [(meters[name], p.numel()) for name, p in self._parameters.items()]
@@ -111,9 +113,8 @@ class PassiveObserver:
         one: Any = next(reversed(self._parameters.values()))
         self._handles = [
             before_forward(ddp, self, keep=True),
-            one.register_post_accumulate_grad_hook(functools.partial(untraced(_one_is_ready), own)),
+            one.register_post_accumulate_grad_hook(ReadyHook(functools.partial(untraced(_one_is_ready), own))),
         ]
-        vars(ddp)["join_hook"] = _AtJoin(own, ddp)  # of this object alone
 
     def watch(self, on: bool) -> None:
         """Note when parameters become ready, or no longer; to be changed between two exchanges."""
@@ -136,7 +137,7 @@ class PassiveObserver:
             for name, p in self._parameters.items():
                 parameter: Any = p
                 note = functools.partial(untraced(_note), own, name)
-                self._watches.append(parameter.register_post_accumulate_grad_hook(note))
+                self._watches.append(parameter.register_post_accumulate_grad_hook(ReadyHook(note)))
         elif not on:
             for handle in self._watches:
                 handle.remove()
@@ -153,6 +154,12 @@ class PassiveObserver:
             check_ddp(ddp)
             ddp.register_comm_hook(*self._hook)
 
+    def check(self) -> None:
+        """Raises ValueError if the model has been given a hook meanwhile: beside it nothing else can be chosen."""
+        ddp = self._ddp()
+        if self._handles and ddp is not None:
+            check_ddp(ddp)
+
     def remove(self) -> bool:
         """See nothing more, and leave the model as it was; whether there was anything to remove."""
         if not self._handles:
@@ -161,9 +168,6 @@ class PassiveObserver:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        ddp = self._ddp()
-        if ddp is not None:
-            vars(ddp).pop("join_hook", None)
         return True
 
     # -- what the model's hooks tell --
@@ -175,6 +179,7 @@ class PassiveObserver:
             ValueError: the model has been given a hook meanwhile, beside which nothing else can be chosen any more.
         """
         check_ddp(self._ddp())
+        self._check()
         if torch.is_grad_enabled():
             self._expected, self._queued = self._expected or syncing, False  # DDP, too, expects it until it comes
             self._ready.clear()
@@ -254,31 +259,11 @@ def _finalized(ddp: DistributedDataParallel) -> bool:
     return True
 
 
-def _one_is_ready(lookout: weakref.ref[PassiveObserver], parameter: object) -> None:
+def _one_is_ready(lookout: weakref.ref[PassiveObserver]) -> None:
     if (it := lookout()) is not None:
         it.one_is_ready()
 
 
-def _note(lookout: weakref.ref[PassiveObserver], name: str, parameter: object) -> None:
+def _note(lookout: weakref.ref[PassiveObserver], name: str) -> None:
     if (it := lookout()) is not None:
         it.ready(name)
-
-
-class _AtJoin:
-    """Stands before the model's ``join_hook``, which every rank calls, even one that has no inputs at all."""
-
-    def __init__(self, lookout: weakref.ref[PassiveObserver], ddp: DistributedDataParallel) -> None:
-        self._observer, self._ddp = lookout, weakref.ref(ddp)
-
-    def __call__(self, **options: Any) -> Any:
-        if (it := self._observer()) is not None:
-            it.leave()  # ranks will drop out one by one, which only a hook sees
-        return self._plain()(**options)
-
-    def __reduce__(self) -> Any:  # a copy of the model has its own, and a bound method finds the copy
-        return self._plain().__reduce__()
-
-    def _plain(self) -> Any:
-        ddp: Any = self._ddp()
-        own: Callable[..., Any] = type(ddp).join_hook
-        return functools.partial(own, ddp)

@@ -17,7 +17,7 @@ from commlib.checkpoint.state_dict import StateDict, from_state, needed_slots, t
 from commlib.codecs.memory_store import MemoryStore
 from commlib.codecs.registry import warm
 from commlib.ddp.buckets import BucketPlanner
-from commlib.ddp.compat import CopiedState, nobody
+from commlib.ddp.compat import CommHooks, CopiedState, nobody
 from commlib.ddp.config import AttachConfig
 from commlib.ddp.hook_slot import HookSlot, give
 from commlib.ddp.observer import Buckets, Fence, PassiveObserver, visible
@@ -45,6 +45,8 @@ from commlib.telemetry.recorder import Recording, Tracer
 from commlib.telemetry.stats import Meter, Stats
 
 _log = logging.getLogger("commlib")
+_NONE = 1 << 62
+"""Index above that of any bucket."""
 
 
 class HookState:
@@ -104,6 +106,9 @@ class HookState:
         self._key = meeting_place(self._group, self.world)
         self._timeout, self._min_size, self._dense_steps, self._shadow = timeout, min_size, dense_steps, False
         self._module = weakref.ref(module)
+        self._reduced_over = getattr(module, "process_group", None)
+        self._skips = bool(getattr(module, "skip_all_reduce_unused_params", False))
+        self._index = _NONE  # of the bucket before, in this step
         self._tracer = Tracer(module, self.world.rank)
         self._observer: PassiveObserver | None = None
         try:
@@ -135,6 +140,8 @@ class HookState:
         self._monitor = Monitor(self, self._tracer, setup.device, self._buckets.gauge, guard)
         own = module.process_group if isinstance(module, DistributedDataParallel) else self._group
         self.slot, self.untraced = HookSlot(own, self), untraced(HookState.reduce)
+        if isinstance(module, DistributedDataParallel):
+            module._comm_hooks = CommHooks(module._comm_hooks)
 
     def follow(self, ddp: DistributedDataParallel) -> None:
         """Have this DDP model exchange by this state: it gets the hook as soon as there is something for that to do.
@@ -143,10 +150,18 @@ class HookState:
         """
         self.slot = give(ddp, self.slot)
         self.slot.attached = self
+        try:
+            self._follow(ddp)
+        except BaseException:  # a model to which attaching failed is as it was
+            self.slot.attached = None
+            self._resources.release()
+            raise
+
+    def _follow(self, ddp: DistributedDataParallel) -> None:
         if any(getattr(state, "slot", None) is self.slot for _, state in ddp._comm_hooks):
             return  # it is registered already
         if self._idle() and self._group is ddp.process_group and visible(ddp):
-            told = self._fence, self._exchanged, (self.slot, hook)
+            told = self._fence, self._exchanged, self._check_group, (self.slot, hook)
             self._observer = PassiveObserver(ddp, self._buckets.meters, self.world, *told)
             self._tracer.follow(*self._tracer.sources, self._observer)
             self._hook_if_needed()
@@ -276,6 +291,8 @@ class HookState:
         key = meeting_place(self._group, self.world)
         try:
             module = self._whole("swap")
+            if self._observer is not None:
+                self._observer.check()
             self._steps.settle()
             setup = self._setup(module, compressor, live=True)
             self._resources.refuse(setup)
@@ -321,6 +338,7 @@ class HookState:
         if self._observer is not None:
             self._observer.remove()
         self.slot.attached = None
+        vars(self._module()).pop("join_hook", None)
         self._plan = self._plan.noted("detached: DDP exchanges by itself")
         self._monitor.end()
         self._resources.release()
@@ -432,7 +450,9 @@ class HookState:
 
     def exchange(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """:meth:`reduce` while this is attached."""
-        if bucket.index() == 0:
+        first, self._index = bucket.index() <= self._index, bucket.index()
+        if first:
+            self._check_group()
             self._steps.begin(remembers=self._plan.remembers or self._dense_steps > 0)
             self._store.rescale(self._scale.now())
             self._shadow = not at_end_of_backward(self._finish)
@@ -452,11 +472,31 @@ class HookState:
             parts = [label] if len(trips) == 1 else [f"part {i} of {label}" for i in range(len(trips))]
             *_, future = [self._sequencer.submit(p, trip, buffer) for p, trip in zip(parts, trips, strict=True)]
         self._steps.submitted(future, last=bucket.is_last())
-        if bucket.is_last() and self._factors is not None:
-            self._factors.end_step()
-        if bucket.is_last() and self._shadow:
-            self._review()
+        if bucket.is_last():
+            self._all_issued()
+            if self._shadow:
+                self._review()
         return future
+
+    def _check_group(self) -> None:
+        """Raises ValueError if the model exchanges over another process group than when it was attached to."""
+        ddp = self._module()
+        if isinstance(ddp, DistributedDataParallel) and ddp.process_group is not self._reduced_over:
+            raise ValueError(
+                "the DDP model has another process group (_update_process_group) than when commlib was attached to it: "
+                "call comm.detach() before the change, and commlib.attach(ddp, …) after it"
+            )
+
+    def before_join(self) -> None:
+        """The model comes into a ``Join``, in which ranks drop out one by one: only a hook sees that."""
+        if self._observer is not None:
+            self._observer.leave()
+
+    def _all_issued(self) -> None:
+        """DDP has handed over all buckets of this step."""
+        self._index = _NONE
+        if self._factors is not None:
+            self._factors.end_step()
 
     def _finish(self) -> None:
         """Runs at the end of the backward pass, before DDP asks for the buckets: there our errors keep their type.
@@ -465,6 +505,9 @@ class HookState:
         """
         if self._manager is not None:
             self._manager.backward_ended()
+        if self._skips and not self._steps.complete:  # DDP leaves out buckets that no rank uses, the last one, too
+            self._steps.end()
+            self._all_issued()
         with self._monitor.waiting():
             for future in self._steps.under_way():
                 wait(future, self._meanwhile)

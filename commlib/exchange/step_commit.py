@@ -61,6 +61,10 @@ class StepCommit:
         self._buckets.append(bucket)
         self.complete = last
 
+    def end(self) -> None:
+        """No bucket will follow in this step, though the last one was none of it."""
+        self.complete = bool(self._buckets)
+
     def under_way(self) -> Iterator[torch.futures.Future[Tensor]]:
         """Futures of the buckets that are under way."""
         yield from self._buckets

@@ -19,7 +19,7 @@ from torch import nn
 
 from commlib.codecs.base import LayerSpec
 from commlib.errors import CommlibError
-from commlib.runtime.layers import kinds_of, plain_name, refuse_sparse
+from commlib.runtime.layers import all_parameters, kinds_of, plain_name, refuse_sparse
 
 _NEEDED = ("set_custom_reduce_scatter", "set_custom_all_gather")
 
@@ -135,7 +135,7 @@ def units_of(model: nn.Module) -> list[ParamGroup]:
             "update torch (2.13 is known to work)"
         )
     refuse_sparse(model, "FSDP2")
-    names = {id(p): plain_name(name) for name, p in model.named_parameters()}
+    names = {id(p): plain_name(name) for name, p in all_parameters(model).items()}
     kinds = kinds_of(model)
     found = []
     for prefix, module in model.named_modules():

@@ -22,7 +22,6 @@ from commlib.errors import CheckpointMismatch
 from commlib.local_sgd.outer_optimizers import OuterOptimizer
 from commlib.runtime.amp import finite
 from commlib.runtime.autograd import wait
-from commlib.runtime.layers import plain_name
 
 NBYTES = 25 << 20
 """Of a row, about: as DDP's buckets."""
@@ -108,23 +107,6 @@ def _block(number: int, last: bool, members: Mapping[str, nn.Parameter], slots: 
     shared = torch.cat([p.detach().reshape(-1) for p in members.values()])
     kept = {name: torch.zeros_like(shared) for name in slots}
     return ParameterBlock(number, last, members, shared, torch.zeros_like(shared), kept)
-
-
-class SubModel(nn.Module):
-    """Some parameters of a model, under the names and in the modules that they have there."""
-
-    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
-        super().__init__()
-        self._whole, self._chosen = [model], frozenset(names)  # in a list it is no module of this one
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters that were chosen, by name."""
-        everything = self._whole[0].named_parameters(*args, **kwargs)
-        return ((n, p) for n, p in everything if plain_name(n) in self._chosen)
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """All of the model."""
-        yield from self._whole[0].named_modules(*args, **kwargs)
 
 
 class Fragment:

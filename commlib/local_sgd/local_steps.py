@@ -22,13 +22,13 @@ from commlib.errors import CheckpointMismatch, CommlibError
 from commlib.groups.coordinator import Coordinator
 from commlib.groups.handshake import agree, meeting_place
 from commlib.groups.process_groups import begin_alike, group_of
-from commlib.local_sgd.fragments import Fragment, SubModel, cut
+from commlib.local_sgd.fragments import Fragment, cut
 from commlib.local_sgd.outer_optimizers import OuterOptimizer, make
 from commlib.local_sgd.sync_schedule import SyncSchedule
 from commlib.planning.policy import policy_of
 from commlib.planning.route import Rules
 from commlib.runtime.amp import mend
-from commlib.runtime.layers import inside, refuse_sparse, trained_parameters
+from commlib.runtime.layers import SubModel, inside, refuse_sparse, trained_parameters
 from commlib.telemetry.stats import Stats
 
 

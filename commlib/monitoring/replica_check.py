@@ -31,7 +31,7 @@ from commlib.exchange.in_flight import through
 from commlib.groups.handshake import agree, meeting_place, publish_failure, roll_call
 from commlib.groups.process_groups import group_of, sibling, waits_on_stream
 from commlib.groups.world import World
-from commlib.runtime.layers import inside
+from commlib.runtime.layers import all_parameters, inside
 from commlib.runtime.scratch import scratch
 
 _BLOCK = 1 << 16
@@ -76,7 +76,7 @@ def compared(module: nn.Module) -> dict[str, Tensor]:
         TypeError: one is a DTensor: of this, ranks hold parts.
     """
     ignored = getattr(module, "parameters_to_ignore", ()) if isinstance(module, DistributedDataParallel) else ()
-    found = {n: p for n, p in inside(module).named_parameters() if n not in ignored}
+    found = {n: p for n, p in all_parameters(inside(module)).items() if n not in ignored}
     for name, p in found.items():
         if hasattr(p, "full_tensor"):
             raise TypeError(f"{name} is a DTensor, of which each rank holds a part: there are no replicas to compare")

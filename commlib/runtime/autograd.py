@@ -35,6 +35,25 @@ def untraced(call: _Call, reason: str | None = None) -> _Call:
     return disable(call, **({"reason": reason} if told else {}))
 
 
+class ReadyHook:
+    """Post-accumulate hook of ours on a parameter: it tells that the gradient is there, and does not look at it.
+
+    Args:
+        tell: called without the parameter.
+    """
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
+
+    def __call__(self, parameter: object) -> None:
+        self._tell()
+
+
+def others_post_accumulate(parameter: Any) -> bool:
+    """Whether a parameter has a post-accumulate hook that is none of ours."""
+    return any(not isinstance(hook, ReadyHook) for hook in (parameter._post_accumulate_grad_hooks or {}).values())
+
+
 class ForwardListener(Protocol):
     """Listener that is told when forward passes begin."""
 
@@ -69,7 +88,7 @@ def after_forward(ddp: DistributedDataParallel, who: ForwardEndListener) -> Any:
 
 
 class _ForwardHook:
-    """The hook itself. A copy of the model has ``nullcontext().__exit__`` of Python in its place, which does nothing."""
+    """The hook itself. A copy of the model has Python's ``nullcontext().__exit__`` in its place: it does nothing."""
 
     def __init__(self, tell: Callable[..., None], who: Callable[[], object]) -> None:
         self._who, self._untraced = who, untraced(tell)

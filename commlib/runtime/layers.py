@@ -5,8 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping
-from typing import Literal
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -102,12 +102,42 @@ def inside(module: nn.Module) -> nn.Module:
     return inner
 
 
+class SubModel(nn.Module):
+    """Some parameters of a model, under the names and in the modules that they have there.
+
+    Args:
+        model: the whole.
+        names: of the trained parameters that are part of it.
+    """
+
+    def __init__(self, model: nn.Module, names: Collection[str]) -> None:
+        super().__init__()
+        self._whole, self._chosen = [model], frozenset(names)  # in a list it is no module of this one
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters that were chosen, by name."""
+        everything = nn.Module.named_parameters(self._whole[0], *args, **kwargs)
+        return ((n, p) for n, p in everything if plain_name(n) in self._chosen)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """All of the model."""
+        yield from self._whole[0].named_modules(*args, **kwargs)
+
+
+def all_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Name → parameter for all of a module, under the names of the modules that hold them; shared ones once.
+
+    A wrapper may give out others, as ``checkpoint_wrapper`` does, and those are not the names of its modules.
+    """
+    return dict(module.named_parameters() if isinstance(module, SubModel) else nn.Module.named_parameters(module))
+
+
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Name → parameter for all that need a gradient; shared ones once, under their first name.
 
-    The prefixes that DDP and torch.compile add are left out, so a checkpoint does not depend on them.
+    The prefixes that wrappers add are left out (:func:`plain_name`), so a checkpoint does not depend on them.
     """
-    return {plain_name(n): p for n, p in module.named_parameters() if p.requires_grad}
+    return {plain_name(n): p for n, p in all_parameters(module).items() if p.requires_grad}
 
 
 def layer_specs(module: nn.Module, left_out: Collection[str] = ()) -> list[LayerSpec]:
@@ -115,14 +145,14 @@ def layer_specs(module: nn.Module, left_out: Collection[str] = ()) -> list[Layer
 
     Args:
         module: the model inside DDP.
-        left_out: parameters that DDP does not reduce (names as ``named_parameters`` has them): they have no spec.
+        left_out: parameters that DDP does not reduce (names as :func:`all_parameters` has them): they have no spec.
 
     Raises:
         TypeError: a trained parameter is not real floating point.
         ValueError: the weight of an embedding with ``sparse=True`` that others use, too; nothing to train.
     """
     kinds, sparse = kinds_of(module), {id(p): name for name, p in sparse_weights(module).items()}
-    ignored = {id(p) for name, p in module.named_parameters() if name in left_out}
+    ignored = {id(p) for name, p in all_parameters(module).items() if name in left_out}
     layers = {id(p): name for name, m in linear_layers(module, left_out).items() for p in m.parameters()}
     specs = [
         LayerSpec(
@@ -146,9 +176,9 @@ def linear_layers(module: nn.Module, left_out: Collection[str] = ()) -> dict[str
     """Name → layer for every ``nn.Linear`` whose gradient is made of the rows that pass through it, and of no others.
 
     Those are plain ones (a subclass may do anything) with trained parameters that no other module has, contiguous in
-    memory and not empty, none of them ``left_out`` of DDP (names as ``named_parameters`` has them).
+    memory and not empty, none of them ``left_out`` of DDP (names as :func:`all_parameters` has them).
     """
-    ignored = {id(p) for name, p in module.named_parameters() if name in left_out}
+    ignored = {id(p) for name, p in all_parameters(module).items() if name in left_out}
     modules = dict(module.named_modules())
     uses = collections.Counter(id(p) for m in modules.values() for p in m._parameters.values() if p is not None)
     found = {}
@@ -163,16 +193,20 @@ def linear_layers(module: nn.Module, left_out: Collection[str] = ()) -> dict[str
 
 def check_frozen_integers(module: nn.Module, names: Mapping[str, object]) -> None:
     """Raises TypeError if a rule names, without wildcards, a parameter that has no gradient to compress."""
-    for full, p in module.named_parameters():
+    for full, p in all_parameters(module).items():
         name = plain_name(full)
         if name in names and not p.requires_grad:
             what = f"is {p.dtype}" if not p.dtype.is_floating_point else "is frozen (requires_grad=False)"
             raise TypeError(f"rule {name!r}: the parameter {what}, so it has no gradient to compress; remove the rule")
 
 
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+"""Attributes in which ``torch.compile``, ``checkpoint_wrapper`` and ``offload_wrapper`` keep the module they wrap."""
+
+
 def plain_name(name: str) -> str:
-    """A parameter's or module's, without what torch.compile puts before it."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+    """A parameter's or module's name without what wrappers put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def sparse_weights(module: nn.Module) -> dict[str, Tensor]:
@@ -210,7 +244,7 @@ def kinds_of(module: nn.Module) -> dict[str, Kind]:
     """Parameter → its role."""
     kinds: dict[str, Kind] = {}
     for prefix, m in module.named_modules():
-        for local, _ in m.named_parameters(recurse=False):
+        for local in (n for n, p in m._parameters.items() if p is not None):
             name = plain_name(f"{prefix}.{local}" if prefix else local)
             kinds.setdefault(name, _kind(m, local))
     return kinds

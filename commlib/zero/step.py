@@ -21,7 +21,7 @@ from commlib.groups.world import World
 from commlib.planning.plan import Plan
 from commlib.planning.route import Rules
 from commlib.runtime.amp import Scale, finite
-from commlib.runtime.layers import layer_specs, one_device, refuse_sparse, trained_parameters
+from commlib.runtime.layers import all_parameters, layer_specs, one_device, refuse_sparse, trained_parameters
 from commlib.runtime.optimizers import StepGuard, by_group
 from commlib.telemetry.stats import Stats
 from commlib.zero import bucket_order, checkpoint
@@ -88,7 +88,7 @@ class ShardedStep:
                 raise TypeError("the model is wrapped in DDP, which exchanges gradients: give the module that it wraps")
             check_numbers(timeout, min_size=min_size, seed=seed, nbytes=nbytes)
             self._parameters = trained_parameters(model)
-            by_group(optimizer, dict(model.named_parameters()))  # or raises: a parameter is missing, or a stranger
+            by_group(optimizer, all_parameters(model))  # or raises: a parameter is missing, or a stranger
             check_optimizer(optimizer, self._parameters)
             refuse_sparse(model, "ShardedStep")
             specs = layer_specs(model)

@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from commlib.runtime.autograd import others_post_accumulate
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Of rows that can travel."""
 
@@ -64,9 +66,7 @@ def parameter_refusal(leaves: Sequence[nn.Parameter]) -> str:
 
 def watched(p: Any) -> bool:
     """Whether a hook on a parameter, other than the tap's, sees and may change its local gradient."""
-    return (
-        len(p._backward_hooks or ()) > 1 or bool(p._post_accumulate_grad_hooks) or hasattr(p, "_in_backward_optimizers")
-    )
+    return len(p._backward_hooks or ()) > 1 or others_post_accumulate(p) or hasattr(p, "_in_backward_optimizers")
 
 
 def node_watched(node: object, p: Any) -> bool:

@@ -251,9 +251,9 @@ class Tap:
         """Zeros that take no memory."""
         return self._zero.to(like.dtype).expand(like.shape)
 
-    def _watch(self, index: int, grad: Tensor) -> None:
+    def _watch(self, index: int, grad: Tensor | None) -> None:
         """Sees all gradient of a parameter: what is not the placeholder came from elsewhere, as a penalty's does."""
-        if self._kept.saw(index, grad):
+        if grad is None or self._kept.saw(index, grad):
             return
         plain = all(s == 0 for s, n in zip(grad.stride(), grad.shape, strict=True) if n > 1)
         value = grad[(0,) * grad.dim()] if plain and grad.numel() else grad

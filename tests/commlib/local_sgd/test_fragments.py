@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from commlib.local_sgd.fragments import SubModel, cut
-from commlib.runtime.layers import layer_specs
+from commlib.local_sgd.fragments import cut
+from commlib.runtime.layers import SubModel, layer_specs
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=30), st.data())

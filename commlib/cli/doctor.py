@@ -90,7 +90,7 @@ def _rank(rank: int, meeting: str, deadline: float, answer: Connection) -> None:
         torch.set_num_threads(1)
         timeout = timedelta(seconds=deadline)
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2, timeout=timeout)
-        x = torch.full((8,), float(rank + 1))
+        x = torch.full((8,), float(rank + 1), dtype=torch.float32)
         dist.all_reduce(x)
         wrong = bool((x != 3.0).any())
         answer.send(f"1 + 2 gave {x.tolist()}" if wrong else "")

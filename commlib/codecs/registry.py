@@ -97,7 +97,7 @@ def warm(codecs: Iterable[Compressor], device: torch.device) -> None:
     for codec in {str(codec): codec for codec in codecs if not codec.lossless}.values():
         spec = LayerSpec("warm", _SHAPE, device=device)
         need, memory = codec.nbytes(spec), Memory.zeros(codec, spec)
-        x = torch.zeros(_SHAPE, device=device)
+        x = torch.zeros(_SHAPE, dtype=torch.float32, device=device)
         rows = torch.zeros(2, -(-need // 8) * 8 + 8, dtype=torch.uint8, device=device)[:, :need]
         payload = torch.zeros(need, dtype=torch.uint8, device=device)
         codec.compress(x, payload, memory=memory, seed=0)

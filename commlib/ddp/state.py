@@ -419,7 +419,7 @@ class HookState:
         DDP waits in C++, where nobody could say so.
         """
         self._steps.begin(remembers=False)
-        label, value = f"buckets of step {self._steps.count}", torch.zeros(1)
+        label, value = f"buckets of step {self._steps.count}", torch.zeros(1, dtype=torch.float32)
         one = Fence(value, [(meter, value.nbytes)])
         done = self._sequencer.here(label, one, value, self._meanwhile)
         self._steps.submitted(done, last=True)

@@ -65,7 +65,7 @@ def _one(item: LayerTask, world: World) -> Rounds:
     own = _part(item.grad, world.size)
     indices, values = own.indices()[0], own.values()
     device, kind = values.device, torch.int32 if item.spec.shape[0] < 1 << 31 else torch.int64
-    count = torch.tensor([len(indices)], device=device)
+    count = torch.tensor([len(indices)], dtype=torch.int64, device=device)
     counts = count.new_empty(world.size)
     yield [AllGather(counts.view(torch.uint8), count.view(torch.uint8), [(item.meter, _COUNT)])]
     lengths: list[int] = counts.tolist()

@@ -121,7 +121,7 @@ class _Range:
     """The least and largest value of a bucket, on their way to the host. (torch's ∞-norm takes ten times as long.)"""
 
     def __init__(self) -> None:
-        self._ends = torch.zeros(2)
+        self._ends = torch.zeros(2, dtype=torch.float32)
         self._copy = Readback()
 
     def of(self, values: Tensor, scales: Sequence[Tensor]) -> None:

@@ -212,7 +212,7 @@ class FsdpCommunicator:
         """The backward pass has ended: all ranks hear of each other's parts."""
         if self.steps.watched:
             mine = torch.stack(self._flags).sum().view(1)
-            heard = torch.empty(self._shard.size, device=self.device)
+            heard = torch.empty(self._shard.size, dtype=torch.float32, device=self.device)
             call = AllGather(heard.view(torch.uint8), mine.view(torch.uint8))
             future = self._sequencer.submit(f"the verdict on step {self.steps.count}", iter([[call]]), heard)
             self._wait(future)
@@ -271,7 +271,7 @@ def _kind(op: Any) -> Any:
 
 def _done(device: torch.device) -> torch.futures.Future[Tensor]:
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
-    future.set_result(torch.empty(0, device=device))
+    future.set_result(torch.empty(0, dtype=torch.float32, device=device))
     return future
 
 

@@ -101,7 +101,7 @@ class GradientReducer:
             )
         for item, start in zip(items, row.starts, strict=True):
             if self._store.holds(item.spec.name):
-                late = torch.zeros(item.spec.shape, device=unit.inner.device)
+                late = torch.zeros(item.spec.shape, dtype=torch.float32, device=unit.inner.device)
                 self._store.drain(unit.specs[item.spec.name], late, world, world)
                 for p, stripe in enumerate(reduce_scatter.chunks(item.spec, world)):
                     table[p, start : start + stripe.spec.numel] += late[stripe.start : stripe.stop].flatten()
@@ -132,7 +132,7 @@ class GradientReducer:
                 owner = self._store.owner(spec, codec.slots(stripe.spec), part.start + stripe.start)
             memory = self._store.memory(spec, codec.slots(part.spec), prefix=part.prefix, start=part.start)
             if self._store.holds(name):
-                late = torch.zeros(spec.shape, device=unit.inner.device)
+                late = torch.zeros(spec.shape, dtype=torch.float32, device=unit.inner.device)
                 self._store.drain(spec, late, world.size, replicas.inter.size)
                 grad += late[part.start : part.start + part.spec.shape[0]].flatten()
             sent = LayerSpec(name, part.spec.shape, flat.dtype, unit.inner.device, spec.kind)

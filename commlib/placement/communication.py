@@ -89,7 +89,7 @@ class RowCoder:
         """The (rows, width) matrix; if it is exact, maybe in the payload's memory."""
         if self._codec is None or not rows * width:
             return payload.view(dtype).view(rows, width)
-        out = torch.empty(rows, width, device=payload.device)
+        out = torch.empty(rows, width, dtype=torch.float32, device=payload.device)
         self._codec.decompress(self._own(payload, out), out)
         return out.to(dtype)
 
@@ -159,7 +159,9 @@ class PlacementChannel:
             PlanMismatch: they are at different layers, or have other dtypes, or only some will go backward.
             PeerLost: a rank did not come.
         """
-        own = torch.tensor([number, len(x), DTYPES.index(x.dtype), trained, trained and x.requires_grad])
+        own = torch.tensor(
+            [number, len(x), DTYPES.index(x.dtype), trained, trained and x.requires_grad], dtype=torch.int64
+        )
         said = torch.empty(self.world.size * len(own), dtype=own.dtype)
         own, said = own.to(x.device), said.to(x.device)
         self._through(f"meet at layer {layer!r}", self._group._allgather_base(said, own))

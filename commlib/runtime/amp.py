@@ -89,7 +89,7 @@ class Scaled:
         else:
             self._scaler.unscale_(self._optimizer)
         if not state["found_inf_per_device"]:  # no gradient at all, which update() would take for a mistake
-            state["found_inf_per_device"] = {scale.device: torch.zeros((), device=scale.device)}
+            state["found_inf_per_device"] = {scale.device: torch.zeros((), dtype=torch.float32, device=scale.device)}
         state["stage"] = OptState.STEPPED
         self._factor = 1.0
 
@@ -189,5 +189,5 @@ class Scale:
             )
         if state["stage"] is OptState.STEPPED:
             raise CommlibError("scaler.update() was not called since the step before")
-        state["found_inf_per_device"] = {device: torch.tensor(float(not finite), device=device)}
+        state["found_inf_per_device"] = {device: torch.tensor(float(not finite), dtype=torch.float32, device=device)}
         state["stage"] = OptState.STEPPED

@@ -30,7 +30,7 @@ def raises(kind: type[Exception], call: Callable[..., object], *args: object, **
 
 def normal(spec: LayerSpec, seed: int) -> Tensor:
     """Standard normal float32 of the layer's shape, drawn from the seed."""
-    return torch.randn(spec.shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(spec.shape, dtype=torch.float32, generator=torch.Generator().manual_seed(seed))
 
 
 def encode(codec: Compressor, x: Tensor, seed: int, memory: Memory | None = None) -> Tensor:
@@ -43,7 +43,7 @@ def encode(codec: Compressor, x: Tensor, seed: int, memory: Memory | None = None
 
 def decode(codec: Compressor, payload: Tensor, spec: LayerSpec, seed: int) -> Tensor:
     """Float32 of the layer's shape."""
-    out = torch.zeros(spec.shape)
+    out = torch.zeros(spec.shape, dtype=torch.float32)
     codec.decompress(payload, out, seed=seed)
     return out
 

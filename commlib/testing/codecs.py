@@ -189,7 +189,7 @@ def check_decode(codec: Compressor, spec: LayerSpec, *, seed: int = 0) -> None:
     if codec.lossless and not codec.slots(spec):  # one with a momentum sends that without loss
         require(torch.equal(d, x), codec, spec, "is lossless but does not decode to x")
     for scale in (1.0, -0.5, 3.0):
-        out = torch.full(spec.shape, math.nan)
+        out = torch.full(spec.shape, math.nan, dtype=torch.float32)
         codec.decompress(payload, out, scale=scale, seed=seed)
         require(close(out, scale * d), codec, spec, f"decompress(scale={scale:g}) is not {scale:g} times decompress()")
         base = normal(spec, seed + 1)
@@ -220,7 +220,8 @@ def check_feedback(codec: Compressor, spec: LayerSpec, *, seed: int = 0) -> None
     elif not any(s.role == "pending" for s in slots) or any(s.role == "local" for s in slots):
         return
     memory = Memory.zeros(codec, spec)
-    total, sent, size = torch.zeros(spec.shape).double(), torch.zeros(spec.shape).double(), 1.0
+    total, sent = torch.zeros(2, *spec.shape, dtype=torch.float64)
+    size = 1.0
     for step in range(20):
         x = normal(spec, seed + step)
         payload = encode(codec, x, seed + step, memory)
@@ -240,7 +241,12 @@ def check_contraction(codec: Compressor, spec: LayerSpec, *, seed: int = 0) -> N
     require(0 <= delta <= 1, codec, spec, f"δ = {delta} is not within [0, 1]")
     plain = normal(spec, seed)
     one_hot = -(torch.arange(spec.numel) == spec.numel // 2).float().view(spec.shape)
-    inputs = {"normal": plain, "cubed normal": plain**3, "ones": torch.ones(spec.shape), "one-hot": one_hot}
+    inputs = {
+        "normal": plain,
+        "cubed normal": plain**3,
+        "ones": torch.ones(spec.shape, dtype=torch.float32),
+        "one-hot": one_hot,
+    }
     for what, x in inputs.items():
         energy = float(x.double().square().sum())
         errors = torch.stack([(roundtrip(codec, x, s).double() - x).square().sum() for s in seeds(codec, seed)])

@@ -144,7 +144,7 @@ def check_again(one: Filter, size: int, *, seed: int = 0) -> None:
 def check_conservation(one: Filter, size: int, *, seed: int = 0) -> None:
     """Nothing is lost by a filter that says what it owes; asked of no other."""
     sender, receiver = _sender(one, size, seed), one.receiver(size)
-    total, scale = torch.zeros(size).double(), 1.0
+    total, scale = torch.zeros(size, dtype=torch.float64), 1.0
     for given in contents(size, seed):
         came = receiver.decode(sender.encode(given))
         total += _dense(given, size) - _dense(came, size)
@@ -164,7 +164,7 @@ def check_unbiased(one: Filter, size: int, *, seed: int = 0) -> None:
     x = _normal(size, seed)
     coin = torch.where(_normal(size, seed + 1) > 0, 1.0, -1.0)
     directions = torch.stack([x, x.sign(), torch.ones_like(x), coin, x**3]).double()
-    errors = torch.zeros(_DRAWS, size).double()
+    errors = torch.zeros(_DRAWS, size, dtype=torch.float64)
     for s in range(_DRAWS):
         coded = _sender(one, size, seed + s).encode(Content(None, x))
         errors[s] = _dense(one.receiver(size).decode(coded), size) - x
@@ -200,10 +200,14 @@ def _check_refused(one: Filter, receiver: Receiving, damaged: Content, size: int
 def contents(size: int, seed: int) -> list[Content]:
     """Messages for ``size`` keys: without keys, with some, with none at all, and with keys that came before."""
     generator = torch.Generator().manual_seed(seed)
-    some = [(torch.rand(size, generator=generator) < 0.5).nonzero().view(-1) for _ in range(2)]
+    some = [(torch.rand(size, dtype=torch.float32, generator=generator) < 0.5).nonzero().view(-1) for _ in range(2)]
     lists = [None, some[0], torch.arange(size), some[1], some[0].clone(), some[0][:0], None, some[1].clone()]
     made = [Content(k, _normal(size if k is None else len(k), seed + i)) for i, k in enumerate(lists)]
-    return [*made, Content(some[0].clone(), torch.zeros(len(some[0]))), Content(None, torch.full((size,), -2.5))]
+    return [
+        *made,
+        Content(some[0].clone(), torch.zeros(len(some[0]), dtype=torch.float32)),
+        Content(None, torch.full((size,), -2.5, dtype=torch.float32)),
+    ]
 
 
 def damages(coded: Content, others: list[Content], seed: int) -> Iterator[Content]:
@@ -266,13 +270,13 @@ def _keys(content: Content, size: int) -> Tensor:
 
 
 def _dense(content: Content, size: int) -> Tensor:
-    out = torch.zeros(size).double()
+    out = torch.zeros(size, dtype=torch.float64)
     out[_keys(content, size)] = content.values.double()
     return out
 
 
 def _normal(n: int, seed: int) -> Tensor:
-    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(n, dtype=torch.float32, generator=torch.Generator().manual_seed(seed))
 
 
 def _require(held: bool, one: Filter, broken: str) -> None:

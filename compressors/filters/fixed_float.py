@@ -80,7 +80,7 @@ class _Reading(Receiving):
         low, high = _checked_range(note)
         codes = self._codes(content.values)
         if low == high:  # exactly, and -0.0 too
-            return dataclasses.replace(content, values=torch.full(codes.shape, low))
+            return dataclasses.replace(content, values=torch.full(codes.shape, low, dtype=torch.float32))
         values = codes.double().div_(self._options.top).mul_(high - low).add_(low)
         return dataclasses.replace(content, values=values.float().clamp_(low, high))
 

@@ -50,7 +50,7 @@ class Dropping(Sending):
 
     def __init__(self, name: str, size: int) -> None:
         self._name = name
-        self._residual = torch.zeros(size)
+        self._residual = torch.zeros(size, dtype=torch.float32)
 
     @abstractmethod
     def choose(self, values: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class RowPayload:
             if self.codec is None:
                 _stack([r[i] for r in rows], part.view(room.dtype).view(room.rows, width))
                 continue
-            values = torch.zeros(room.rows, width, device=body.device)
+            values = torch.zeros(room.rows, width, dtype=torch.float32, device=body.device)
             _stack([r[i] for r in rows], values)
             self.codec.compress(values, part[: self.codec.nbytes(self._spec(room, width))], seed=seeds[i])
 
@@ -80,7 +80,7 @@ class RowPayload:
     def _values(self, part: Tensor, room: RowCapacity, width: int) -> Tensor:
         if self.codec is None:
             return part.view(room.dtype).view(room.rows, width)
-        values = torch.empty(room.rows, width, device=part.device)
+        values = torch.empty(room.rows, width, dtype=torch.float32, device=part.device)
         self.codec.decompress(part[: self.codec.nbytes(self._spec(room, width))], values)
         return values
 

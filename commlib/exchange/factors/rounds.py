@@ -71,7 +71,7 @@ class FactorRounds:
         self._rows: list[Rows] = []
         self.late = False
         self._dtype, self._flags = self._room.dtype, 0
-        self._out = torch.empty(0)
+        self._out = torch.empty(0, dtype=torch.float32)
         self._works: list[Any] = []
         self._started = threading.Event()
         self._error: BaseException | None = None
@@ -134,7 +134,7 @@ class FactorRounds:
         return self._sending.sent(self._first)
 
     def _send(self, group: Any, room: RowCapacity, fits: bool) -> None:
-        head = torch.tensor([self.count, self._flags], device=self._device)
+        head = torch.tensor([self.count, self._flags], dtype=torch.int64, device=self._device)
         self._room, rows = room, self._rows if fits else None
         self._out, work = self._sending.start(group, head, room, rows, self._seeds)
         self._works.append(work)
@@ -188,7 +188,7 @@ class FactorRounds:
         with self._lock:
             if self._all is None:
                 self._all = self._unpack()
-                self._out = torch.empty(0)
+                self._out = torch.empty(0, dtype=torch.float32)
             return self._all
 
     def _unpack(self) -> Rows:

@@ -75,7 +75,7 @@ def _at(
     route: Route, shape: tuple[int, int], world: World, device: torch.device, clock: Callable[[], float]
 ) -> tuple[tuple[float, float], int, int]:
     store = MemoryStore()
-    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
+    gradient = torch.randn(shape, dtype=torch.float32, generator=torch.Generator().manual_seed(0)).to(device)
     times: list[tuple[float, float]] = []
     begun = clock()
     for step in range(_TIMES + 1):  # the first makes the codec's memory

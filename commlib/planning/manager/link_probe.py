@@ -69,12 +69,13 @@ class LinkProbe:
         return Link(self.world.size, *lines, drag=drag, push_pull=self._push_pull(self.groups.get("servers")))
 
     def _reduce(self, sent: int) -> Callable[[], None]:
-        tensor = torch.zeros(self._values(sent), device=self.device)
+        tensor = torch.zeros(self._values(sent), dtype=torch.float32, device=self.device)
         return lambda: self.group.allreduce([tensor]).wait()
 
     def _two_levels(self, hierarchy: Hierarchy, sent: int) -> Callable[[], None]:
         """The exchange itself, round by round: each is issued, alike on all ranks, once the one before is through."""
-        grad, route, store = torch.zeros(self._values(sent), device=self.device), resolve("none", 2), MemoryStore()
+        grad = torch.zeros(self._values(sent), dtype=torch.float32, device=self.device)
+        route, store = resolve("none", 2), MemoryStore()
 
         def through() -> None:
             for batch in part(route, grad, store, self.world, hierarchy, step=0, seed=0):
@@ -138,14 +139,15 @@ class LinkProbe:
                 self._agreed(0.0)  # all ranks begin together
                 beside = _products_beside(others.submit(through))
                 self._agreed(0.0)
-                counts += torch.tensor([_products_while(lambda seconds: seconds < _BESIDE_S), beside])
+                alone = _products_while(lambda seconds: seconds < _BESIDE_S)
+                counts += torch.tensor([alone, beside], dtype=torch.float64)
         self.group.allreduce([counts]).wait()
         alone_s, beside_s = (counts[:, 1] / counts[:, 0]).tolist()
         return max(1.0, float(beside_s / alone_s))
 
     def _agreed(self, seconds: float) -> float:
         """The slowest rank's, to all."""
-        one = torch.full((1,), seconds, device=self.device)
+        one = torch.full((1,), seconds, dtype=torch.float32, device=self.device)
         options = torch.distributed.AllreduceOptions()
         options.reduceOp = torch.distributed.ReduceOp.MAX  # type: ignore[assignment]  # its stub is not its type
         self.group.allreduce([one], options).wait()
@@ -178,7 +180,8 @@ def _products_beside(transfer: concurrent.futures.Future[None]) -> tuple[float, 
 
 def _products_while(going: Callable[[float], bool]) -> tuple[float, float]:
     """Small products, and the seconds they took: at least one, and on for as long as it is ``going``."""
-    u, v, out, count = torch.ones(128, 256), torch.ones(128, 256), torch.empty(256, 256), 0
+    u, v = torch.ones(2, 128, 256, dtype=torch.float32)
+    out, count = torch.empty(256, 256, dtype=torch.float32), 0
     start = time.perf_counter()
     while True:
         with torch.no_grad():

@@ -104,7 +104,7 @@ class DeltaCopy:
 
     def __init__(self, way: Way, layer: LayerSpec | None) -> None:
         self._way, self._layer = way, layer
-        self._values = torch.empty(0)
+        self._values = torch.empty(0, dtype=torch.float32)
         self._filters: Receiving | None = None
         self.have: int | None = None
         """The number of the last answer."""

@@ -105,7 +105,7 @@ class ValueCoding:
         layer = LayerSpec("warm", (64, 64))
         for chosen in (_suited(way, layer) for way in (self.push, self.pull)):
             if isinstance(chosen, Compressor):
-                sent = ValueEncoder(chosen, layer, 0).encode(torch.ones(layer.numel), 0)
+                sent = ValueEncoder(chosen, layer, 0).encode(torch.ones(layer.numel, dtype=torch.float32), 0)
                 ValueDecoder(chosen, layer, 0).decode(sent, 0)
 
     def _of(self, chosen: Way, key: str) -> tuple[Way, LayerSpec | None]:
@@ -194,7 +194,7 @@ class ValueDecoder:
             return row
         if self._way is None or self._layer is None:
             raise ProtocolError("coded values, where they travel as they are")
-        out = torch.zeros(self._layer.numel)
+        out = torch.zeros(self._layer.numel, dtype=torch.float32)
         if self._filters is not None:
             add(out, self._filters.decode(row))
         else:

@@ -140,8 +140,8 @@ def _serve_job(
 
 def warm() -> None:
     """torch imports a good deal with the first optimizer, for seconds in which a shard would seem dead."""
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.zeros(1)
+    parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))
+    parameter.grad = torch.zeros(1, dtype=torch.float32)
     torch.optim.SGD([parameter], lr=0.0).step()
 
 

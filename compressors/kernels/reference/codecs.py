@@ -90,7 +90,7 @@ def two_means_encode(x: Tensor, payload: Tensor, column: int, carry: Carry | Non
         return
     v = _joined(x, carry)
     positive = v >= 0
-    count = torch.full((-(-v.numel() // column),), column, device=v.device)
+    count = torch.full((-(-v.numel() // column),), column, dtype=torch.int64, device=v.device)
     count[-1:].fill_(column - (-v.numel() % column))
     count_up = blocks(positive.to(torch.int64), column).sum(1)
     sum_up, sum_low = (fold(blocks(torch.where(side, v, 0.0), column)) for side in (positive, ~positive))
@@ -120,7 +120,8 @@ def sign_encode(x: Tensor, payload: Tensor, carry: Carry | None = None) -> None:
     if not x.numel():
         return
     v = _joined(x, carry)
-    mean = fold(v.abs()[None]) / torch.full((), v.numel(), device=v.device)  # a Python number may round twice
+    count = torch.full((), v.numel(), dtype=torch.int64, device=v.device)
+    mean = fold(v.abs()[None]) / count  # a Python number may round twice
     payload[:4].view(torch.float32).copy_(mean)
     payload[4:].copy_(pack_bits(v >= 0))
     if carry is not None:
@@ -172,7 +173,7 @@ def _over(number: int, y: Tensor) -> Tensor:
 
 def inverse(levels: int) -> float:
     """1/L in float32."""
-    return float(1 / torch.tensor(float(levels)))
+    return float(1 / torch.tensor(float(levels), dtype=torch.float32))
 
 
 def _write_levels(level: Tensor, scales: Tensor, v: Tensor, payload: Tensor, levels: int) -> None:

@@ -254,7 +254,7 @@ def test_a_post_accumulate_hook_is_warned_of_by_name_and_sees_this_ranks_gradien
     plain = fleet.run(2, post_accumulate, None, False)
     for (words, seen, _), (_, expected, _) in zip(fleet.run(2, post_accumulate, rule, False), plain, strict=True):
         (said,) = words
-        assert "module.0.weight and 5 more parameters have a post-accumulate hook" in said
+        assert "0.weight and 5 more parameters have a post-accumulate hook" in said
         assert "this rank's gradient" in said
         torch.testing.assert_close(seen, expected, rtol=0, atol=1e-6)
 

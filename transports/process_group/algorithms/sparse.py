@@ -23,7 +23,7 @@ def all_reduce(place: Position, own: Tensor, into: list[Tensor]) -> Schedule:
         own: coalesced, any shape, the same on all ranks; only how many indices it has may differ.
         into: empty.
     """
-    count = torch.tensor([own._nnz()])
+    count = torch.tensor([own._nnz()], dtype=torch.int64)
     counts = [torch.empty_like(count) for _ in range(place.size)]
     yield from all_gather(place, counts, count)
     lengths = [int(c) for c in counts]

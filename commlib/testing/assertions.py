@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -26,6 +27,19 @@ def raises(kind: type[Exception], call: Callable[..., object], *args: object, **
     except kind:
         return True
     return False
+
+
+@contextlib.contextmanager
+def setting(number: int) -> Iterator[None]:
+    """State of torch that nothing may depend on: its global generator, and the default dtype; one for each number."""
+    before = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(number)  # whoever draws from the global generator is found out
+        torch.set_default_dtype((torch.float32, torch.float16, torch.float64)[number % 3])
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
 
 
 def normal(spec: LayerSpec, seed: int) -> Tensor:

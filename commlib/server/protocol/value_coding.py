@@ -136,7 +136,7 @@ class ValueEncoder:
         self._way, self._layer, self._worker = way, layer, worker
         self._store = MemoryStore()
         self._filters = way.sender(layer.numel, seed_of(layer, worker)) if isinstance(way, Chain) and layer else None
-        self._sees, self._values = isinstance(way, Chain) and way.sees, torch.empty(0)
+        self._sees, self._values = isinstance(way, Chain) and way.sees, torch.empty(0, dtype=torch.float32)
 
     def see(self, values: Tensor) -> None:
         """Takes note of the key's values, (n,), as they are now; they do not change any more."""

@@ -51,7 +51,7 @@ def _normal(v: Tensor, absmax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         (units, the unit of absmax in [1, 2), the power), of the shapes of v, absmax and absmax. Units are zero where
         absmax is zero or not finite; the power is NaN where it is not.
     """
-    up = torch.where(absmax < 2.0**-64, 2.0**64, 1.0)  # or 1/power might be infinite
+    up = torch.where(absmax < 2.0**-64, absmax.new_tensor(2.0**64), 1.0)  # or 1/power might be infinite
     raised = absmax * up
     usable = (raised > 0) & raised.isfinite()
     power = power_of_two(torch.where(usable, raised, 1.0))

@@ -61,7 +61,8 @@ class SoundCoin(Sound):
     chance = 0.5
 
     def encode(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
-        kept = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)) < self.chance
+        drawn = torch.rand(x.shape, dtype=torch.float32, generator=torch.Generator().manual_seed(seed))
+        kept = drawn < self.chance
         super().encode(torch.where(kept, 4 * x, 0.0) + x.sum() * 0, payload, memory=memory, seed=seed)
 
     def contraction(self, spec: LayerSpec) -> float | None:
@@ -256,6 +257,17 @@ class Biased(SoundCoin):
 
 
 @codec
+class FollowsDefaultDtype(Sound):
+    """Scaled by a third of the default dtype."""
+
+    def encode(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
+        super().encode(x * torch.tensor(1 / 3), payload, memory=memory, seed=seed)
+
+    def decode(self, payload: Tensor, out: Tensor, *, add: bool, scale: float, seed: int) -> None:
+        super().decode(payload, out, add=add, scale=3 * scale, seed=seed)
+
+
+@codec
 class UnsummableInHalf(Sound):
     def reduce_dtype(self, spec: LayerSpec) -> torch.dtype | None:
         return torch.float16
@@ -300,6 +312,7 @@ def test_a_sound_codec_passes(sound: Compressor) -> None:
         (WrongFusedFeedback(), r"sent \+ residual is not the sum of the x"),
         (BoastsDelta(), "δ = 0.8 allows"),
         (Biased(), "is unbiased, but the mean error is"),
+        (FollowsDefaultDtype(), "the same arguments gave different bytes"),
         (UnsummableInHalf(), "payloads summed as torch.float16 do not decode to the sum"),
         (RefusesAll(), "refuses every one of the shapes"),
     ],

@@ -128,6 +128,57 @@ def spans(buffer: Tensor, items: Sequence[LayerTask]) -> list[tuple[Tensor, Sequ
     return [(values, scales) for values, scales in [*found, (buffer[at:], ())] if values.numel()]
 
 
+class LogicalGradients:
+    """Gradients in the order of their shape, of parameters that lie in memory in another: transposed, channels last.
+
+    DDP's bucket has such a gradient in the order of its parameter's memory. Codecs are given it in that of its shape,
+    or a matrix would be none to them, and a residual would belong to other values in a checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self._strides: dict[str, tuple[int, ...]] = {}
+        self._copies: dict[str, Tensor] = {}
+
+    def of(self, name: str, grad: Tensor, parameter: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Copy of a gradient in logical order, and the view of the bucket that it is to go back to.
+
+        Args:
+            name: of the parameter.
+            grad: in the bucket, as DDP gives it: the parameter's shape, but in the order of its memory.
+            parameter: how it lies when it is first seen is taken to be so for good.
+
+        Returns:
+            None if the order in memory is that of the shape.
+        """
+        strides = self._strides.get(name)
+        if strides is None:
+            strides = self._strides[name] = parameter.stride() if _permuted(parameter) else ()
+        if not strides:
+            return None
+        home = grad.as_strided(grad.shape, strides)
+        copy = self._copies.get(name)
+        if copy is None or copy.dtype != grad.dtype:
+            copy = self._copies[name] = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+        return copy.copy_(home), home
+
+
+def _permuted(x: Tensor) -> bool:
+    """Whether a tensor fills its memory in another order than that of its shape; DDP lays out the others by shape."""
+    room = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size != 1 and stride != room:
+            return False
+        room *= size
+    return not x.is_contiguous()
+
+
+def _returned(rounds: Rounds, copies: Sequence[tuple[Tensor, Tensor]]) -> Rounds:
+    """A bucket's last exchange, at whose end gradients go back to where DDP has them."""
+    yield from rounds
+    for home, grad in copies:
+        home.copy_(grad)
+
+
 class BucketPlanner:
     """Makes exchanges of buckets.
 
@@ -161,6 +212,7 @@ class BucketPlanner:
         self.gauge = ErrorNorms(store)
         self._shared = SharedMeters()
         self._plain = PlainBuckets(self._shared)
+        self._logical = LogicalGradients()
         self.meters = {s.name: Meter(s.device, s.name) for s in specs}
         self._nodes = world.size if levels is None else levels.inter.size
         self._dense_steps, self._seed = dense_steps, seed
@@ -186,18 +238,26 @@ class BucketPlanner:
         if buffer.is_sparse:
             return [self.checked(self._sparse(names[0], buffer, plan), buffer)]
         routes: dict[str, list[LayerTask]] = {}
-        for name, grad in zip(names, bucket.gradients(), strict=True):
+        copies: list[tuple[Tensor, Tensor]] = []
+        for name, grad, p in zip(names, bucket.gradients(), bucket.parameters(), strict=True):
             route = self._route(plan, name)
+            elementwise = route.plain and self._store.empty  # then the order does not matter
+            if not elementwise and (found := self._logical.of(name, grad, p)) is not None:
+                grad, home = found
+                copies.append((home, grad))
             routes.setdefault(route.exchange, []).append(self._item(plan, name, route, grad, factors))
         if self._levels is not None:
-            return [self.checked(self._lending(two_levels(routes, plan, self._world, self._levels), routes), buffer)]
+            trip = self._lending(two_levels(routes, plan, self._world, self._levels), routes)
+            return [self.checked(_returned(trip, copies), buffer)]
         if list(routes) == ["dense"]:
             self._plain.note(bucket, plan, routes["dense"])
         trips = in_parts(routes, self._own)
         whole = buffer if len(routes) == len(trips) == 1 else None
         go = functools.partial(self._exchange, whole=whole)
         *parts, last = [self._lending(riding(trip, self._world, self._shared.of, go), trip) for trip in trips]
-        return [*parts, self.checked(last, buffer, [item for items in routes.values() for item in items])]
+        copied = {id(grad) for _, grad in copies}
+        items = [item for items in routes.values() for item in items if id(item.grad) not in copied]
+        return [*parts, self.checked(_returned(last, copies), buffer, items)]
 
     def checked(self, rounds: Rounds, buffer: Tensor, items: Sequence[LayerTask] = ()) -> Rounds:
         """A bucket's last exchange, at whose end it is seen whether all of the bucket is finite, if that matters."""

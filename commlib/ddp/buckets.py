@@ -252,7 +252,7 @@ class BucketPlanner:
         if list(routes) == ["dense"]:
             self._plain.note(bucket, plan, routes["dense"])
         trips = in_parts(routes, self._own)
-        whole = buffer if len(routes) == len(trips) == 1 else None
+        whole = buffer if len(routes) == len(trips) == 1 and not copies else None
         go = functools.partial(self._exchange, whole=whole)
         *parts, last = [self._lending(riding(trip, self._world, self._shared.of, go), trip) for trip in trips]
         copied = {id(grad) for _, grad in copies}

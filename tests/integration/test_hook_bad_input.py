@@ -603,3 +603,96 @@ def test_a_scaler_on_one_rank_only_is_a_mismatch(fleet: Fleet) -> None:
         assert "scaler: rank" in said
         assert "'given'" in said
         assert "'none'" in said
+
+
+# -- what is refused by name ----------------------------------------------------------------------
+
+
+def builtin(world: World, rule: str) -> list[str]:
+    """What attach() says beside a hook in C++, twice; and swap() on a model that has been given one meanwhile."""
+    said = []
+    ddp = DistributedDataParallel(mlp())
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="hook") as caught:
+            commlib.attach(ddp, rule, min_size=0)
+        said.append(str(caught.value))
+    late = DistributedDataParallel(mlp())
+    comm = commlib.attach(late, "none")
+    late._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    before = {str(p.route) for p in comm.plan}
+    with pytest.raises(ValueError, match="hook") as caught:
+        comm.swap("onebit")
+    said.append(str(caught.value))
+    assert {str(p.route) for p in comm.plan} == before  # the old plan stays
+    comm.close()
+    return said
+
+
+@pytest.mark.parametrize("rule", ["none", "onebit", "auto"])
+def test_a_hook_in_cpp_is_refused_by_name_and_leaves_nothing_behind(fleet: Fleet, rule: str) -> None:
+    for said in fleet.run(2, builtin, rule):
+        assert all("already has a communication hook (BuiltinCommHookType.FP16_COMPRESS)" in s for s in said)
+        assert all("new DistributedDataParallel" in s for s in said)
+
+
+def failing(world: World) -> bool:
+    """PyTorch refuses the hook in the last moment; then the model can be attached to."""
+    ddp = DistributedDataParallel(mlp())
+    register = ddp.register_comm_hook
+
+    def refused(*_: Any) -> None:
+        raise RuntimeError("not this time")
+
+    vars(ddp)["register_comm_hook"] = refused
+    with pytest.raises(RuntimeError, match="not this time"):
+        commlib.attach(ddp, "onebit", min_size=0)
+    vars(ddp)["register_comm_hook"] = register
+    comm = commlib.attach(ddp, "onebit", min_size=0)
+    ddp(torch.ones(2, 24)).sum().backward()
+    comm.close()
+    return comm.stats().steps == 1
+
+
+def test_a_failed_attach_leaves_nothing_behind(fleet: Fleet) -> None:
+    assert fleet.run(2, failing) == [True, True]
+
+
+def another_group(world: World, rule: str) -> str:
+    ddp = DistributedDataParallel(mlp())
+    comm = commlib.attach(ddp, rule, min_size=0)
+    ddp(torch.ones(2, 24)).sum().backward()
+    ddp._update_process_group(dist.new_group())
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        ddp(torch.ones(2, 24)).sum().backward()
+    comm.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("rule", ["none", "onebit", "factors", "auto"])
+def test_another_process_group_under_the_model_is_refused_by_name(fleet: Fleet, rule: str) -> None:
+    for said in fleet.run(2, another_group, rule):
+        assert "_update_process_group" in said
+        assert "comm.detach()" in said
+
+
+def joined(world: World, rule: str) -> tuple[str, int]:
+    """What Join says when it is to divide by the ranks that are left; and the steps it made otherwise."""
+    ddp = DistributedDataParallel(mlp())
+    comm = commlib.attach(ddp, rule, min_size=0)
+    with pytest.raises(ValueError, match="Join") as caught:
+        ddp.join(divide_by_initial_world_size=False)
+    with ddp.join():
+        for _ in range(2 + world.rank):
+            ddp(torch.ones(2, 24)).sum().backward()
+    steps = comm.stats().steps
+    comm.detach()
+    ddp.join(divide_by_initial_world_size=False)  # DDP's own again
+    return str(caught.value), steps
+
+
+@pytest.mark.parametrize("rule", ["none", "onebit", "auto"])
+def test_join_that_divides_by_the_ranks_that_are_left_is_refused_by_name(fleet: Fleet, rule: str) -> None:
+    for said, steps in fleet.run(2, joined, rule):
+        assert "Join(divide_by_initial_world_size=False)" in said
+        assert steps == 3

@@ -8,7 +8,7 @@ Whatever is not known to be so is no error: such a call computes its gradient as
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from torch.utils._device import DeviceContext
 
 from commlib.runtime.autograd import others_post_accumulate
 
+HookTable = Callable[[], "Mapping[int, object] | None"]
+"""Weak reference to a table of hooks, which its node keeps."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Of rows that can travel."""
 
@@ -69,14 +71,21 @@ def watched(p: Any) -> bool:
     return len(p._backward_hooks or ()) > 1 or others_post_accumulate(p) or hasattr(p, "_in_backward_optimizers")
 
 
-def node_watched(node: object, p: Any) -> bool:
-    """Whether there is such a hook on the node that accumulates a parameter's gradient.
+def node_hooks(p: nn.Parameter) -> list[HookTable]:
+    """Tables of the hooks on the node that accumulates a parameter's gradient: before it and after it.
 
-    PyTorch does not list those. But the node's Python object refers to the tables of its hooks, which the garbage
-    collector tells.
+    PyTorch does not list these hooks. But all hooks of a node are in one table, to which whoever registers one has a
+    reference: so one is registered here and taken away again.
     """
-    tables = (x for x in gc.get_referents(node) if isinstance(x, dict))
-    return any(table and table is not p._backward_hooks for table in tables)
+    node: Any = torch.autograd.graph.get_gradient_edge(p).node
+    handles = [node.register_prehook(_no_hook), node.register_hook(_no_hook)]
+    for handle in handles:
+        handle.remove()
+    return [handle.hooks_dict_ref for handle in handles]
+
+
+def _no_hook(*_: object) -> None:
+    """Never called."""
 
 
 def _transform() -> str:

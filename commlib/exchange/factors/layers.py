@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from commlib.codecs.base import Compressor, Seeds
@@ -109,6 +110,7 @@ class FactorLayers:
         self._armed = self._syncing = False
         self._taps: dict[str, Tap] = {}
         self._around: list[Any] = []
+        self._others = False  # whether DDP models have been made since it was seen which layers they share
         self._remarks: dict[str, tuple[int, str]] = {}
         self._group: Any = None
         self.observer: PassObserver | None = None
@@ -216,7 +218,12 @@ class FactorLayers:
         self._taps = {name: Tap(name, module, owner, traced=traced) for name, module in self._modules.items()}
         self._share()
         self._fit()
-        self._around = [before_forward(ddp, self), after_forward(ddp, self)]
+        made = functools.partial(_registered, weakref.ref(self))
+        self._around = [
+            before_forward(ddp, self),
+            after_forward(ddp, self),
+            register_module_module_registration_hook(made),
+        ]
 
     def remove(self) -> None:
         """Make the layers ordinary again; more than once does no harm."""
@@ -314,6 +321,9 @@ class FactorLayers:
             self._reset()
         for tap in self._taps.values():
             tap.begin()
+        if self._others:
+            self._others = False
+            self._share()
         on = torch.is_grad_enabled()
         self._armed |= on
         self._syncing |= on and syncing
@@ -323,6 +333,10 @@ class FactorLayers:
                     tap.put()
             if self.observer is not None:
                 self.observer.begin()
+
+    def note_ddp(self) -> None:
+        """Another DDP model has been made: it may share layers with this one."""
+        self._others = True
 
     def end(self) -> None:
         """A forward pass of the DDP model ends. Layers that are called again in the backward pass stay tapped."""
@@ -368,3 +382,9 @@ class FactorLayers:
             self._note(tap)
         self._issued.add(name)
         self._trip(name).start(tap.take(), dirty, self._group)
+
+
+def _registered(layers: weakref.ref[FactorLayers], module: nn.Module, name: str, submodule: object) -> None:
+    """PyTorch calls this for every module that becomes part of another."""
+    if isinstance(module, DistributedDataParallel) and (it := layers()) is not None:
+        it.note_ddp()

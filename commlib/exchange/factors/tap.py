@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from commlib.exchange.factors.guard import call_refusal, node_watched, parameter_refusal
+from commlib.exchange.factors.guard import HookTable, call_refusal, node_hooks, parameter_refusal
 from commlib.exchange.factors.retained import RetainedInput, has_gradient
 from commlib.runtime.autograd import at_end_of_backward, untraced
 
@@ -85,12 +85,14 @@ class Tap:
         self._hidden = False  # called without grad while training: a checkpoint, which calls again later
         self._zero = torch.zeros((), dtype=torch.float32, device=module.weight.device)
         self._hooks: list[Any] = []
+        self._node_hooks: list[HookTable] = []
         self._kept = RetainedInput(self.leaves)
         self.untraced, self.backward = untraced(Tap.forward, _BREAK), untraced(_backward)
 
     def enable(self) -> None:
         """Look at all gradient of the layer's parameters; more than once does no harm."""
         if not self._hooks:
+            self._node_hooks = [table for p in self.leaves for table in node_hooks(p)]
             watch, parameters = untraced(Tap._watch), list[Any](self.leaves)
             self._hooks = [p.register_hook(functools.partial(watch, self, i)) for i, p in enumerate(parameters)]
 
@@ -100,6 +102,10 @@ class Tap:
             hook.remove()
         self._hooks = []
         self.remove()
+
+    def node_watched(self) -> bool:
+        """Whether a hook on the node that accumulates a parameter's gradient sees and may change it."""
+        return any(table() for table in self._node_hooks)
 
     @property
     def enabled(self) -> bool:
@@ -166,6 +172,8 @@ class Tap:
         """Why the rows of a call do not stand for its gradient; whatever goes wrong is a reason."""
         if self.shared:
             return "another DDP model reduces a parameter of it, too"
+        if self.node_watched():
+            return "a hook on the node that accumulates a parameter's gradient sees it"
         try:
             return call_refusal(x, self.module, self.leaves, self._owner.ddp)
         except Exception:
@@ -310,10 +318,10 @@ def _accumulates(ctx: Any, tap: Tap) -> bool:
     hook sees it, the gradient itself must be there.
     """
     nodes = [node for i, (node, _) in enumerate(ctx.next_functions) if i != int(ctx.has_bias)]  # not the input's
-    if tap.shared or parameter_refusal(tap.leaves) or len(nodes) != len(tap.leaves):
+    if tap.shared or tap.node_watched() or parameter_refusal(tap.leaves) or len(nodes) != len(tap.leaves):
         return False
     for node, p in zip(nodes, reversed(tap.leaves), strict=True):
-        if getattr(node, "variable", None) is not p or node_watched(node, p):
+        if getattr(node, "variable", None) is not p:
             return False
     try:
         return all(torch._C._will_engine_execute_node(node) for node in nodes)

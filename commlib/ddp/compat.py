@@ -107,7 +107,7 @@ def _some(names: list[str]) -> str:
 
 def builtin_hook(ddp: DistributedDataParallel) -> str:
     """The communication hook in C++ that a model has (``_register_builtin_comm_hook``); empty if it has none."""
-    told: Any = ddp._get_ddp_logging_data()
+    told: Any = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     return str(told.get("comm_hook", "")) if not ddp._comm_hooks else ""
 
 

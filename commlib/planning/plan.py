@@ -102,10 +102,10 @@ class Plan:
         Args:
             remarks: name of a linear layer → in words.
         """
-        layers = {
-            n: dataclasses.replace(p, reason=f"{p.reason}; {remarks[p.spec.layer]}") if p.spec.layer in remarks else p
-            for n, p in self.layers.items()
-        }
+        layers = dict(self.layers)
+        for name, p in self.layers.items():
+            if p.spec.layer is not None and p.spec.layer in remarks:
+                layers[name] = dataclasses.replace(p, reason=f"{p.reason}; {remarks[p.spec.layer]}")
         return Plan(layers, self.world, self.about, self.local) if remarks else self
 
     @functools.cached_property

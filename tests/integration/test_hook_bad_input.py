@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C import _distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
@@ -612,14 +613,14 @@ def builtin(world: World, rule: str) -> list[str]:
     """What attach() says beside a hook in C++, twice; and swap() on a model that has been given one meanwhile."""
     said = []
     ddp = DistributedDataParallel(mlp())
-    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    ddp._register_builtin_comm_hook(c10d.BuiltinCommHookType.FP16_COMPRESS)
     for _ in range(2):
         with pytest.raises(ValueError, match="hook") as caught:
             commlib.attach(ddp, rule, min_size=0)
         said.append(str(caught.value))
     late = DistributedDataParallel(mlp())
     comm = commlib.attach(late, "none")
-    late._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    late._register_builtin_comm_hook(c10d.BuiltinCommHookType.FP16_COMPRESS)
     before = {str(p.route) for p in comm.plan}
     with pytest.raises(ValueError, match="hook") as caught:
         comm.swap("onebit")

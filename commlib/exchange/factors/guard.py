@@ -94,9 +94,10 @@ def _transform() -> str:
         return "it is called under torch.func (vmap, grad, functionalize)"
     if forward_ad._current_level >= 0:
         return "it is called under forward-mode differentiation"
-    if torch.jit.is_tracing():
+    if torch._C._get_tracing_state() is not None:
         return "it is being traced"
-    if any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
+    modes: list[object] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    if any(not isinstance(mode, DeviceContext) for mode in modes):
         return "it is called under a TorchFunctionMode"
     return ""
 

@@ -78,7 +78,7 @@ class Tap:
         self.name, self.module, self.traced = name, module, traced
         self.foreign = self.retired = self.shared = self.again = False
         self.why = ""
-        self.leaves = [p for p in (module.weight, module.bias) if p is not None]
+        self.leaves: list[nn.Parameter] = [p for p in module._parameters.values() if p is not None]  # the weight first
         self._owner = owner
         self._rows: list[Rows] = []
         self._calls = 0

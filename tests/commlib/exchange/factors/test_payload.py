@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from commlib.codecs.registry import make
-from commlib.exchange.factors.payload import DTYPES, RowCapacity, RowPayload, refuse
+from commlib.exchange.factors.guard import DTYPES
+from commlib.exchange.factors.payload import RowCapacity, RowPayload, refuse
 from commlib.exchange.factors.tap import Rows
 
 EXACT = "fp32"

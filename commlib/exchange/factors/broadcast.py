@@ -16,6 +16,7 @@ into it. All ranks multiply the same rows in the same order, so their bits are e
 from __future__ import annotations
 
 import abc
+import dataclasses
 import math
 from collections.abc import Generator, Sequence
 
@@ -71,10 +72,13 @@ class FactorExchange(RowExchange):
 
     def rounds(self, items: Sequence[LayerTask], world: World, buffer: Tensor | None) -> Rounds:
         """Collect the rows, and multiply them."""
-        for item in (yield from collect(items, world)):
+        here = yield from collect(items, world)
+        into = targets(here)
+        for item in into:
             with item.meter.phase("decompress"):
                 grad = item.grad.view(item.spec.shape)
                 multiply(trip_of(item).everyone(), grad, weight=item.spec.kind == "linear.weight")
+        compare(into, here)
 
 
 def collect(items: Sequence[LayerTask], world: World) -> Generator[list[Collective], None, list[LayerTask]]:
@@ -95,17 +99,45 @@ def collect(items: Sequence[LayerTask], world: World) -> Generator[list[Collecti
     heard = [trip.way() for _, trip in trips]
     ways = ["summed" if n else way for n, way in zip(late.tolist(), heard, strict=True)]
     second: list[Collective] = []
+    proved = [item for way, (item, trip) in zip(ways, trips, strict=True) if trip.proving and way != "summed"]
+    sizes = torch.stack([_size(item.grad) for item in proved]) if proved else None
     for way, (item, trip) in zip(ways, trips, strict=True):
         if way == "again":
             second.append(Again(trip, _payers(item)))
-        elif way == "summed":
+        trip.summed |= way == "summed"
+        if way == "summed" or trip.proving:
             with item.meter.phase("compress"):
-                _add(item, trip.own())
+                if not trip.proving:  # else autograd has had it all
+                    _add(item, trip.own())
                 item.grad.mul_(1 / world.size)
             second.append(AllReduce(item.grad, [(item.meter, item.grad.nbytes)]))
+    if sizes is not None:
+        second.append(AllReduce(sizes, [(proved[0].meter, sizes.nbytes)]))
     if second:
         yield second
+    if sizes is not None:
+        for item, size in zip(proved, (sizes / world.size).tolist(), strict=True):
+            trip_of(item).sizes[item.spec.kind] = size
     return [item for way, item in zip(ways, items, strict=True) if way != "summed"]
+
+
+def _size(grad: Tensor) -> Tensor:
+    """Largest magnitude of a gradient, float64, of no dimension."""
+    return grad.abs().max().double() if grad.numel() else torch.zeros((), dtype=torch.float64, device=grad.device)
+
+
+def targets(items: Sequence[LayerTask]) -> list[LayerTask]:
+    """The tasks, with memory of their own where rows are only to be compared with the gradient, which is there."""
+    return [
+        dataclasses.replace(item, grad=torch.empty_like(item.grad)) if trip_of(item).proving else item for item in items
+    ]
+
+
+def compare(made: Sequence[LayerTask], items: Sequence[LayerTask]) -> None:
+    """Compare what rows have made, in :func:`targets`, with the mean gradients."""
+    for target, item in zip(made, items, strict=True):
+        if target is not item:
+            trip_of(item).compare(target.grad, item.grad, item.spec.kind)
 
 
 def trip_of(item: LayerTask) -> FactorRounds:

@@ -111,6 +111,8 @@ class FactorLayers:
         self._taps: dict[str, Tap] = {}
         self._around: list[Any] = []
         self._others = False  # whether DDP models have been made since it was seen which layers they share
+        self._proving: frozenset[str] = frozenset()
+        self._proofs: dict[str, FactorRounds] = {}
         self._remarks: dict[str, tuple[int, str]] = {}
         self._group: Any = None
         self.observer: PassObserver | None = None
@@ -145,7 +147,9 @@ class FactorLayers:
         modules = {n: m for n, m in linear_layers(module.module).items() if n in names}
         return cls(module, modules, world, on, seeds, routes)
 
-    def activate(self, routes: Mapping[str, Routed], rows: Mapping[str, int] | None = None) -> None:
+    def activate(
+        self, routes: Mapping[str, Routed], rows: Mapping[str, int] | None = None, prove: Collection[str] = ()
+    ) -> None:
         """Let these layers exchange factors from the next step on, in this order; alike on every rank.
 
         Only between an exchange and the next forward pass.
@@ -153,8 +157,11 @@ class FactorLayers:
         Args:
             routes: layer → how its rows travel.
             rows: layer → rows to have room for; others have what they had lately.
+            prove: layers whose gradient is to be dense until the next call, and compared with what rows make of it;
+                :meth:`differences` tells. Not those whose rows go by a codec that loses something.
         """
         self._routes = dict(routes)
+        self._proving, self._proofs = frozenset(prove), {}
         self._order = StepOrder(list(routes))
         for name, count in (rows or {}).items():
             self._habits[name].expect(count)
@@ -304,6 +311,7 @@ class FactorLayers:
         self._armed = self._syncing = False  # what is called now, on one rank perhaps, does not go through DDP
         self._close()
         self._order.restart()
+        self._proofs |= {name: trip for name, trip in self._trips.items() if trip.proving}
         self._trips.clear()
         self._issued.clear()
         self._asked.clear()
@@ -321,6 +329,7 @@ class FactorLayers:
             self._reset()
         for tap in self._taps.values():
             tap.begin()
+            tap.proving = tap.name in self._proving
         if self._others:
             self._others = False
             self._share()
@@ -354,6 +363,15 @@ class FactorLayers:
         self._remarks[tap.name] = count + 1, tap.why or "it had gradient besides that of its rows"
         tap.foreign, tap.why = False, ""
 
+    def differences(self) -> dict[str, float]:
+        """Layer that was to be proved → how far the gradient that its rows made was from the true one in the last step.
+
+        In multiples of what rounding explains, so at most 1 is good; negative where the layer had gradient besides its
+        rows, so that nothing could be compared. To be asked when all exchanges have come through.
+        """
+        found = {name: self._proofs.get(name) for name in self._proving}
+        return {n: -1.0 if p is None or p.summed or p.difference is None else p.difference for n, p in found.items()}
+
     @property
     def remarks(self) -> dict[str, str]:
         """Layer → in how many steps it went as dense gradient because of this rank, and why the last time."""
@@ -366,6 +384,7 @@ class FactorLayers:
             sending = BY_ROWS[route.exchange].sending(route.codec, n, m, self._world)
             seeds = functools.partial(self._seeds_of, name, route.codec)
             self._trips[name] = FactorRounds(sending, self._habits[name], weight.device, seeds)
+            self._trips[name].proving = name in self._proving
         return self._trips[name]
 
     def _seeds_of(self, name: str, codec: Compressor) -> tuple[int, int]:
@@ -377,7 +396,7 @@ class FactorLayers:
 
     def _start(self, name: str) -> None:
         tap = self._taps[name]
-        dirty = tap.foreign or has_gradient(tap.leaves)
+        dirty = tap.foreign or (not tap.grad_is_rows and has_gradient(tap.leaves))
         if dirty:
             self._note(tap)
         self._issued.add(name)

@@ -62,9 +62,10 @@ class OwnerExchange(RowExchange):
 
     def rounds(self, items: Sequence[LayerTask], world: World, buffer: Tensor | None) -> Rounds:
         """Collect the rows, multiply this rank's blocks, and gather all."""
-        here = yield from broadcast.collect(items, world)
-        if not here:
+        collected = yield from broadcast.collect(items, world)
+        if not collected:
             return
+        here = broadcast.targets(collected)
         parts = [_parts(item, world.size) for item in here]
         lengths = [max(p.numel() for p in own) * item.grad.itemsize for item, own in zip(here, parts, strict=True)]
         packing = Packing(lengths)
@@ -78,6 +79,7 @@ class OwnerExchange(RowExchange):
             for item, own, room in zip(here, parts, packing.slices(row), strict=True):
                 with item.meter.phase("decompress"):
                     own[j].copy_(_like(own[j], room))
+        broadcast.compare(here, collected)
 
 
 def _shares(item: LayerTask, size: int) -> BlockShares:

@@ -10,6 +10,7 @@ from the same headers, so all decide alike. To whom rows go is for :mod:`commlib
 from __future__ import annotations
 
 import collections
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -25,6 +26,9 @@ from commlib.exchange.factors.payload import RowCapacity
 from commlib.exchange.factors.tap import Rows
 
 _DIRTY = 1 << 8  # flag: there is gradient besides the rows; the low byte is the index of the rows' dtype
+_ROUNDING, _ROUNDING_SHORT = 1e-3, 0.05
+"""Difference that rounding explains, relative to the largest value of a rank's gradient: of rows of float32 or float64,
+which are added in another order, and of shorter ones, whose product is rounded before it is reduced."""
 _LATELY = 20  # steps after which room that nobody needed is given up
 
 Way = Literal["gathered", "again", "summed"]
@@ -77,7 +81,33 @@ class FactorRounds:
         self._error: BaseException | None = None
         self._way: Way | None = None
         self._all: Rows | None = None
+        self.proving = False
+        """Whether what is in the bucket is the true gradient, to be reduced beside the rows and compared."""
+        self.summed = False
+        """Whether a parameter's gradients were summed in this step, so that nothing could be compared."""
+        self.sizes: dict[str, float] = {}
+        """Kind of parameter → mean over ranks of the largest value of each rank's own gradient."""
+        self.difference: float | None = None
+        """Largest difference of both, in multiples of what rounding explains; None if they were not compared."""
         self._lock = threading.Lock()  # weight and bias may be in two buckets, and these in two lanes
+
+    # -- where the exchanged gradient is compared with that of a dense exchange --
+
+    def compare(self, made: Tensor, truth: Tensor, kind: str) -> None:
+        """Compare what the rows have made of a parameter's gradient with the mean of the true ones, of the same shape.
+
+        Args:
+            made: by the rows.
+            truth: by an all-reduce.
+            kind: of the parameter, for its entry in ``sizes``.
+        """
+        size = self.sizes[kind]
+        off = float((made.double() - truth.double()).abs().max()) if truth.numel() else 0.0
+        if not (math.isfinite(size) and math.isfinite(off)):  # a step that overflowed proves nothing, if both did
+            off = 0.0 if bool(made.isfinite().all()) == bool(truth.isfinite().all()) else math.inf
+            size = 1.0
+        bound = _ROUNDING if self._room.dtype.itemsize >= 4 else _ROUNDING_SHORT
+        self.difference = max(self.difference or 0.0, off / (bound * size) if size else off / bound)
 
     # -- the first round: issued in the order that all ranks keep, by the thread of the backward pass --
 

@@ -71,12 +71,13 @@ class Tap:
         foreign: whether gradient has reached a parameter that is not of these rows.
         shared: whether another DDP model reduces a parameter of it: then nothing is caught.
         again: whether a call may be made once more in the backward pass (activation checkpointing).
+        proving: whether autograd gets the true gradient in this step, though rows leave: so both can be compared.
         why: why a call was not caught, or why there was other gradient; the last reason, empty if there was none.
     """
 
     def __init__(self, name: str, module: nn.Linear, owner: TapOwner, *, traced: bool = False) -> None:
         self.name, self.module, self.traced = name, module, traced
-        self.foreign = self.retired = self.shared = self.again = False
+        self.foreign = self.retired = self.shared = self.again = self.proving = False
         self.why = ""
         self.leaves: list[nn.Parameter] = [p for p in module._parameters.values() if p is not None]  # the weight first
         self._owner = owner
@@ -87,6 +88,8 @@ class Tap:
         self._hooks: list[Any] = []
         self._node_hooks: list[HookTable] = []
         self._kept = RetainedInput(self.leaves)
+        self._own: dict[int, list[Tensor]] = {}  # products of the rows, where it is proving; by parameter
+        self.grad_is_rows = False  # what grad has already is made of the rows that are kept
         self.untraced, self.backward = untraced(Tap.forward, _BREAK), untraced(_backward)
 
     def enable(self) -> None:
@@ -141,6 +144,7 @@ class Tap:
             self._drop()
         rows, self._rows = self._rows, []
         self._kept.forget()
+        self._own, self.grad_is_rows = {}, False
         self._calls, self._hidden = 0, False
         return rows
 
@@ -201,6 +205,8 @@ class Tap:
         if self._kept.waiting:
             if not self._kept.untouched():
                 self._drop()
+            elif leave and self.proving:
+                self.grad_is_rows = True
             elif leave:  # instead of what they made
                 for p in self.leaves:
                     if p.grad is not None:
@@ -263,9 +269,26 @@ class Tap:
         """Sees all gradient of a parameter: what is not the placeholder came from elsewhere, as a penalty's does."""
         if grad is None or self._kept.saw(index, grad):
             return
+        if self.proving and self._owner.on(self.name):
+            self._watch_product(index, grad)
+            return
         plain = all(s == 0 for s, n in zip(grad.stride(), grad.shape, strict=True) if n > 1)
         value = grad[(0,) * grad.dim()] if plain and grad.numel() else grad
         if self._owner.on(self.name) and bool(value.any()):
+            self.foreign = True
+            self.why = self.why or "gradient that is not of its rows has reached a parameter"
+
+    def owns(self, products: list[Tensor]) -> None:
+        """The products of rows that leave, which autograd gets too; in the order of the parameters."""
+        for index, product in enumerate(products):
+            self._own.setdefault(index, []).append(product)
+
+    def _watch_product(self, index: int, grad: Tensor) -> None:
+        """As :meth:`_watch`, where autograd gets products and not placeholders: sums of several are rounded."""
+        own = self._own.pop(index, [])
+        rest = grad - sum(own[1:], start=own[0]) if own else grad
+        size = sum(float(x.abs().max()) for x in own if x.numel())
+        if rest.numel() and not float(rest.abs().max()) <= 4 * len(own) * torch.finfo(grad.dtype).eps * size:
             self.foreign = True
             self.why = self.why or "gradient that is not of its rows has reached a parameter"
 
@@ -301,13 +324,16 @@ def _backward(ctx: Any, grad: Tensor | None) -> Gradients:
     if not (tap.retired or torch.is_grad_enabled()) and _accumulates(ctx, tap):
         leave, kept = tap.caught(x, grad)  # first: they travel while the next line is computed
     back = grad.matmul(weight.to(x.dtype) if w is None or not leave else w) if ctx.needs_input_grad[1] else None
-    if leave:
+    if leave and not tap.proving:
         return tap.placeholder(tap.leaves[1]) if ctx.has_bias else None, back, tap.placeholder(weight), None
     flat = grad.reshape(-1, grad.shape[-1])
     own = (flat.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype)
     bias = flat.sum(0).to(weight.dtype) if ctx.has_bias else None
+    products = [own] if bias is None else [own, bias]
     if kept:
-        tap.made([own] if bias is None else [own, bias])
+        tap.made(products)
+    elif leave:
+        tap.owns(products)
     return bias, back, own, None
 
 

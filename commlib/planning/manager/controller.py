@@ -2,7 +2,10 @@
 
 ::
 
-    watch ── some dense steps ──▶ trial ── clearly faster ──▶ steady ── steps take longer or shorter ──▶ probe
+    watch ── some dense steps ──▶ proof: a layer whose rows do not make its gradient stays dense
+                 │                  │
+                 │                  ▼
+                 │                trial ── clearly faster ──▶ steady ── steps take longer or shorter ──▶ probe
                  │                 │  ▲                         ▲  ▲                                        │
                  │       not clear ▼  │                         │  └── the link is as it was, or the plan ───┤
                  │               dense again  ── it lost ──▶ trial of the better half, or dense             │
@@ -19,6 +22,7 @@ import dataclasses
 import math
 import statistics
 
+from commlib.exchange.registry import BY_ROWS
 from commlib.messaging.link_model import Link
 from commlib.planning.cost.choose import RouteChoice, mbit, ms, some
 from commlib.planning.manager.candidates import CandidateModel, by_gain, routes
@@ -40,6 +44,13 @@ _OTHER_LINK = 1.2
 _PROBE_SHARE = 0.01  # of the time since, for a probe after one that changed nothing
 
 
+def _unproved(off: float) -> str:
+    """Why a layer stays dense for good."""
+    if off < 0:
+        return "stays dense: in a step that was to prove it, it had gradient besides that of its rows"
+    return f"stays dense: its rows made another gradient than it has, {off:.3g} times as far off as rounding explains"
+
+
 def _samples(span: float, seconds: float, least: int, most: int) -> int:
     """Steps that take about so many seconds."""
     return max(least, min(most, int(seconds / span))) if span > 0 else most
@@ -57,6 +68,8 @@ class Controller:
         self._refined = 0  # times that a trial has shown a better plan
         self._choice: RouteChoice | None = None
         self._barred: dict[str, str] = {}
+        self._never: dict[str, str] = {}  # layers whose rows do not make their gradient
+        self._proved: set[tuple[str, str]] = set()  # (layer, route)
         self._ratios: list[float] = []  # planned / dense, of this trial's rounds
         self._reference: Measurements | None = None  # what steady steps have been like
         self._doubted: Measurements | None = None  # the reference before a probe, until one is believed
@@ -84,7 +97,12 @@ class Controller:
         if f.steps == 0:  # they broke off, or no forward pass went through DDP
             self._now = dataclasses.replace(self._now, steps=max(2, self._now.steps), said="")
             return self._now
-        turn = {"watch": self._watched, "trial": self._tried, "dense again": self._dense_again}
+        turn = {
+            "watch": self._watched,
+            "proof": self._compared,
+            "trial": self._tried,
+            "dense again": self._dense_again,
+        }
         self._now = turn.get(self._now.phase, self._steady)(f)
         return self._now
 
@@ -98,6 +116,15 @@ class Controller:
             self._looked_again = True
             return Decision(steps=more, skip=0, probe=False)
         return self._plan("", None)  # they may have been the first of all: nothing to hold later ones against
+
+    def _compared(self, f: Measurements) -> Decision:
+        """One step in which rows were exchanged beside the true gradients, by which the model was trained."""
+        wrong = {name: off for name, off in f.differs.items() if not 0 <= off <= 1}
+        self._proved |= {(n, r) for n, r in self._now.routes.items() if n not in wrong}
+        if not wrong:
+            return self._try("")
+        self._never |= {n: _unproved(off) for n, off in wrong.items()}
+        return self._plan(f"stays dense, for its rows do not make its gradient: {some(sorted(wrong))}", None)
 
     def _tried(self, f: Measurements) -> Decision:
         assert self._known.dense is not None
@@ -188,7 +215,7 @@ class Controller:
         assert self._known.dense is not None
         if self._known.link is None:
             return self._settle("nothing was measured", f)
-        self._choice = self._known.choose(self._barred)
+        self._choice = self._known.choose(self._barred | self._never)
         self._ratios = []
         changed = routes(self._choice, self._known.dense.seen)
         predicted = f"predicted {ms(self._choice.seconds)} a step, all dense {ms(self._choice.dense_s)}"
@@ -210,7 +237,7 @@ class Controller:
         if len(self._ratios) > 1 or not f.buckets:
             return None
         self._known.trial_steps(f, self._choice.ways)
-        choice = self._known.choose(self._barred)
+        choice = self._known.choose(self._barred | self._never)
         changed = routes(choice, self._known.dense.seen)
         if changed == routes(self._choice, self._known.dense.seen):
             self._choice = self._known.took(choice, f.span)
@@ -224,6 +251,10 @@ class Controller:
 
     def _try(self, said: str) -> Decision:
         assert self._choice is not None
+        planned = self._say(self._choice)
+        unproved = set(planned.routes.items()) - self._proved
+        if any(route.rpartition("@")[2] in BY_ROWS for _, route in unproved):
+            return dataclasses.replace(planned, phase="proof", steps=1, watch=True, said=said)
         n = _samples(self._choice.seconds, 1.0, 3, 20)  # of three one may be slow
         return dataclasses.replace(self._say(self._choice), phase="trial", steps=n + 1, watch=True, said=said)
 
@@ -261,7 +292,7 @@ class Controller:
             rows=rows,
             probe=False,
             watch=False,
-            why={**shown.reasons, **self._barred},
+            why={**shown.reasons, **self._barred, **self._never},
             predicted={n: way.alone_s for n, way in ways.items()},
             step_s=(seconds, shown.dense_s + self._known.dense.rest),
         )

@@ -22,7 +22,8 @@ class Decision:
         why: unit → in words.
         predicted: unit → seconds of its exchange by itself.
         step_s: predicted seconds of a step and of one that is all dense; None: nothing is known yet.
-        phase: watch, trial, dense again or steady.
+        phase: watch, proof (rows leave, but gradients are dense still, and both are compared), trial, dense again,
+            steady or failed.
         said: what has happened, for the log; empty if nothing has.
     """
 

@@ -201,6 +201,8 @@ class Manager:
             measured["products"] = self._products()
             measured["probe_s"] = time.perf_counter() - began
             measured["codecs"] = self._codecs = self._codecs or self._costs()  # they do not depend on the link
+        if self.decision.phase == "proof":
+            measured["differs"] = self._factors.differences()
         terms = self._factors.terms()
         return Measurements.of(steps, arithmetic="; ".join(terms.values()), **measured)
 
@@ -244,7 +246,9 @@ class Manager:
         self._wire_before = self._wire()
         self._factors.watch = decision.watch
         routes = {name: self._routes[r] for name, r in decision.routes.items()}
-        self._factors.activate({name: r for name, r in routes.items() if r.by_rows}, decision.rows)
+        by_rows = {name: r for name, r in routes.items() if r.by_rows}
+        prove = [name for name, r in by_rows.items() if r.codec.lossless] if decision.phase == "proof" else []
+        self._factors.activate(by_rows, decision.rows, prove)
 
 
 def _seconds(meter: Meter) -> float:

@@ -108,6 +108,8 @@ class Measurements:
         link: if measured.
         probe_s: seconds that it took to measure link and products, if they were.
         arithmetic: what must be alike where ranks multiply the same rows.
+        differs: linear layer that was to be proved → how far the gradient of its rows was from the true one, in
+            multiples of what rounding explains; negative: nothing could be compared.
     """
 
     steps: int
@@ -124,6 +126,7 @@ class Measurements:
     link: Link | None = None
     probe_s: float = 0.0
     arithmetic: str = ""
+    differs: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, steps: Sequence[MeasuredStep], **measured: Any) -> Measurements:
@@ -180,7 +183,14 @@ def slowest(ranks: Sequence[Measurements]) -> Measurements:
         link=_worst(links) if links else None,
         probe_s=max(f.probe_s for f in ranks),
         arithmetic=had[0].arithmetic if len({f.arithmetic for f in ranks}) == 1 else "",
+        differs=_worst_proof([f.differs for f in ranks]),
     )
+
+
+def _worst_proof(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The largest difference of any rank; negative if any rank could not compare."""
+    low, high = _most([{n: -d for n, d in x.items()} for x in each]), _most(each)
+    return {n: -low[n] if low[n] > 0 else high[n] for n in high}
 
 
 def _most(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

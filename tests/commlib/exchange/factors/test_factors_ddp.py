@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import commlib
 from commlib.exchange.registry import BY_ROWS
 from commlib.groups.world import World
+from commlib.runtime.autograd import ReadyHook
 from tests.support.rank_pool import Fleet
 from tests.support.tiers import full
 from tests.support.tiny_ddp import Trainer, same_everywhere
@@ -335,9 +337,9 @@ def events(world: World, rule: str) -> list[str]:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
     ddp = DistributedDataParallel(model)
     comm = commlib.attach(ddp, rule, min_size=0)
-    nodes: dict[str, Any] = {name: p.view_as(p).grad_fn.next_functions[0][0] for name, p in model.named_parameters()}  # type: ignore[union-attr]
-    for name, node in nodes.items():  # a hook on the parameter would have the layer compute its gradient
-        node.register_hook(lambda *_, name=name: seen.append(name))
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    for name, p in parameters.items():  # another's hook would have the layer compute its gradient
+        p.register_post_accumulate_grad_hook(ReadyHook(functools.partial(seen.append, name)))
     group: Any = dist.ProcessGroup
     how = {"factors": "_allgather_base", "owners": "alltoall_base"}[rule]
     send = group.__dict__[how]

@@ -28,6 +28,7 @@ if typing.TYPE_CHECKING:
         PeerLost,
         PlanMismatch,
         ReplicasDiverged,
+        WrongGradient,
     )
     from commlib.exchange.rate_limit import RateLimit
     from commlib.local_sgd.elastic import ElasticAveraging
@@ -82,6 +83,7 @@ _HOME = {
     "Slot": "commlib.codecs.base",
     "Stats": "commlib.telemetry.stats",
     "Topology": "commlib.server.job.worker_groups",
+    "WrongGradient": "commlib.errors",
     "attach": "commlib._attach",
     "check_replicas": "commlib.monitoring.replica_check",
     "hook": "commlib.ddp.state",
@@ -127,6 +129,7 @@ __all__ = [
     "Slot",
     "Stats",
     "Topology",
+    "WrongGradient",
     "attach",
     "check_replicas",
     "hook",

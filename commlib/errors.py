@@ -11,6 +11,7 @@
             ├── ProtocolError          what a peer sent is not what was agreed on
             ├── AuthenticationError    a key that is missing, not allowed, or readable by others
             ├── ReplicasDiverged       ranks hold other values of a parameter than others
+            ├── WrongGradient          what a layer's exchange made is not its gradient (verify=)
             ├── CheckpointMismatch     a checkpoint that does not fit this model or set-up
             ├── MissingDependency      an optional package is needed; the message says what to install
             ├── LogFailed              a log that cannot be begun (commlib.monitoring.log_writers)
@@ -50,6 +51,21 @@ class ProtocolError(CommlibError):
 
 class AuthenticationError(CommlibError):
     """A key that is missing, that a peer does not allow, or that others may read."""
+
+
+class WrongGradient(CommlibError):
+    """What the exchange of a layer made is not its gradient, found by a check that ``verify=`` asks for.
+
+    Attributes:
+        layer: name of the layer or parameter.
+    """
+
+    def __init__(self, message: str, layer: str) -> None:
+        super().__init__(message)
+        self.layer = layer
+
+    def __reduce__(self) -> tuple[type[WrongGradient], tuple[str, str]]:
+        return WrongGradient, (str(self), self.layer)
 
 
 class ReplicasDiverged(CommlibError):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from commlib.codecs.base import LayerSpec, Memory, Seeds
 from commlib.codecs.memory_store import MemoryStore
+from commlib.errors import WrongGradient
 from commlib.exchange import dense, two_level
 from commlib.exchange.buffers import StepBuffers
 from commlib.exchange.chunking import Routes, in_parts
@@ -190,10 +192,12 @@ class BucketPlanner:
         steps: the step under way.
         dense_steps: the first so many steps go uncompressed.
         seed: of the random codecs.
+        verify: in one of so many steps a layer, drawn by lot, is held to its contract; 0: never.
 
     Attributes:
         meters: of the parameters, by name.
         gauge: of what is not sent.
+        faults: what verified exchanges of the step under way have found.
     """
 
     def __init__(
@@ -206,7 +210,10 @@ class BucketPlanner:
         *,
         dense_steps: int,
         seed: int,
+        verify: int = 0,
     ) -> None:
+        self._verify, self._drawn = verify, (-1, "")
+        self.faults: list[WrongGradient] = []
         self._specs = {s.name: s for s in specs}
         self._world, self._levels, self._store, self._steps = world, levels, store, steps
         self.gauge = ErrorNorms(store)
@@ -272,6 +279,29 @@ class BucketPlanner:
             self._steps.settle()
         return self._steps.count >= self._dense_steps
 
+    def verified(self) -> str:
+        """Name of the parameter whose exchange is to be verified in the step under way; empty in most steps.
+
+        All ranks draw the same one: among all that are planned, the larger the likelier.
+        """
+        if not self._verify:
+            return ""
+        count = self._steps.count
+        if self._drawn[0] != count:
+            drawn = ""
+            if count % self._verify == self._verify - 1:
+                sizes = [spec.numel for spec in self._specs.values()]
+                (drawn,) = random.Random(f"{self._seed} {count}").choices(list(self._specs), sizes)
+            self._drawn = count, drawn
+        return self._drawn[1]
+
+    def verified_rows(self) -> str:
+        """Linear layer whose rows are to be verified in the step whose forward pass begins; empty in most steps."""
+        if self._verify:
+            self._steps.settle()
+        name = self.verified()
+        return self._specs[name].layer or "" if name else ""
+
     def row_seeds(self, layer: str, /) -> Seeds:
         """Seeds of a linear layer's codec, for the rows of the step under way."""
         self._steps.settle()
@@ -333,7 +363,13 @@ class BucketPlanner:
         if self.gauge.on:
             self.gauge.note(name, codec, grad, memory, self._steps.count)
         seeds = Seeds(self._seed, self._steps.count, name)
-        return LayerTask(spec, codec, grad, memory, seeds, meter, owner, trip, self._arena(name, 0))
+        faults = self.faults if self._verifies(spec, route) else None
+        return LayerTask(spec, codec, grad, memory, seeds, meter, owner, trip, self._arena(name, 0), faults=faults)
+
+    def _verifies(self, spec: LayerSpec, route: Route) -> bool:
+        """Whether a parameter is verified in this step: it has been drawn, or goes by the rows of a layer that has."""
+        drawn = self._specs.get(self.verified())
+        return drawn is not None and (spec.name == drawn.name or (route.by_rows and spec.layer == drawn.layer))
 
 
 def two_levels(routes: Mapping[str, Sequence[LayerTask]], plan: Plan, world: World, hierarchy: Hierarchy) -> Rounds:

@@ -27,7 +27,7 @@ from commlib.exchange.factors.layers import FactorLayers
 from commlib.exchange.rate_limit import RateLimit, check_limit
 from commlib.exchange.sequencer import Sequencer
 from commlib.exchange.step_commit import StepCommit
-from commlib.groups.handshake import agree, answer_roll_call, meeting_place, publish_failure
+from commlib.groups.handshake import agree, announce, answer_roll_call, meeting_place, publish_failure
 from commlib.groups.process_groups import deadline, group_of
 from commlib.groups.world import World
 from commlib.monitoring.log import Log, Monitor
@@ -76,6 +76,9 @@ class HookState:
         servers: for the route ``push_pull``: ``"HOST:PORT"``, ``"embedded"`` or a :class:`Servers` (docs/server.md).
         check_replicas: every so many steps compare all ranks' parameters, bit for bit; a backward pass may raise
             ReplicasDiverged then, on all ranks (docs/watching.md). 0: never.
+        verify: in one of so many steps a layer, drawn by lot, is held to its contract: a gradient that its rows make is
+            compared with the true one, and of a codec with a residual the sum of what is sent and held back with what
+            was given. A backward pass may raise WrongGradient then (docs/guarantees.md). 0: never.
 
     Raises:
         ValueError, TypeError: a bad option, rule or model.
@@ -100,6 +103,7 @@ class HookState:
         hierarchy: Any = None,
         servers: Servers | str | None = None,
         check_replicas: int = 0,
+        verify: int = 10_000,
     ) -> None:
         self._group = group_of(module, process_group)
         self.world = World(dist.get_rank(self._group), dist.get_world_size(self._group))
@@ -112,14 +116,21 @@ class HookState:
         self._tracer = Tracer(module, self.world.rank)
         self._observer: PassiveObserver | None = None
         try:
-            check_numbers(timeout, dense_steps=dense_steps, min_size=min_size, seed=seed, check_replicas=check_replicas)
+            check_numbers(
+                timeout,
+                dense_steps=dense_steps,
+                min_size=min_size,
+                seed=seed,
+                check_replicas=check_replicas,
+                verify=verify,
+            )
             limit, self._servers = RateLimit.of(limit), Servers.of(servers, limited=limit is not None)
             self._levels, self._about = find(hierarchy, self._group, self._key, self.world, timeout)
             setup = self._setup(module, compressor)
             check_limit(limit, setup.device, deadline(self._group, setup.device))
             self._scale, self._store = LossScale(scaler, module), MemoryStore()
             self._steps = StepCommit(self._store)
-            kept: dict[str, Any] = {"dense_steps": dense_steps, "seed": seed}
+            kept: dict[str, Any] = {"dense_steps": dense_steps, "seed": seed, "verify": verify}
             self._buckets = BucketPlanner(setup.specs, self.world, self._levels, self._store, self._steps, **kept)
             factors = self._layers(module, setup)
         except Exception as e:
@@ -363,8 +374,9 @@ class HookState:
     def _layers(self, module: nn.Module, setup: AttachConfig) -> FactorLayers | None:
         """Linear layers whose rows may be caught, without taps yet."""
         on, seeds = weakref.WeakMethod(self._buckets.with_factors), weakref.WeakMethod(self._buckets.row_seeds)
+        sample = weakref.WeakMethod(self._buckets.verified_rows)
         routes, watched = setup.row_routes(), setup.chosen_later
-        return FactorLayers.of(module, setup.layers, self.world, on, seeds, routes, watched=watched)
+        return FactorLayers.of(module, setup.layers, self.world, on, seeds, sample, routes, watched=watched)
 
     def _turn(self, setup: AttachConfig, factors: FactorLayers | None, key: str) -> None:
         """All ranks have agreed."""
@@ -511,6 +523,10 @@ class HookState:
         with self._monitor.waiting():
             for future in self._steps.under_way():
                 wait(future, self._meanwhile)
+        if self._buckets.faults:
+            error = self._buckets.faults[0]
+            announce(self._group, f"{self._key}/lost", f"rank {self.world.rank}: {error}")
+            raise self._sequencer.give_up(error)
         self._review()
 
     def _meanwhile(self) -> None:

@@ -53,7 +53,7 @@ class DenseExchange(Exchange):
             for item, part in zip(group, packing.slices(payload), strict=True):
                 with item.meter.phase("compress"):
                     seed = item.seeds.of(item.codec, world.rank)
-                    item.codec.compress(item.work_grad(), part, memory=item.memory, seed=seed)
+                    item.encode(item.work_grad(), part, memory=item.memory, seed=seed)
             payload.view(dtype).div_(world.size)
             packed.append((group, packing, payload, dtype))
         yield [AllReduce(p.view(dt), payers(g, packing.lengths)) for g, packing, p, dt in packed]

@@ -34,7 +34,7 @@ class GatherExchange(Exchange):
         for item, part in zip(items, packing.slices(payload), strict=True):
             with item.meter.phase("compress"):
                 seed = item.seeds.of(item.codec, world.rank)
-                item.codec.compress(item.work_grad(), part, memory=item.memory, seed=seed)
+                item.encode(item.work_grad(), part, memory=item.memory, seed=seed)
         gathered = items[0].arena.bytes(world.size * packing.total, device)
         yield [AllGather(gathered, payload, payers(items, packing.lengths))]
         for item, payloads in zip(items, packing.columns(gathered, world.size), strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from commlib.codecs.base import Compressor, LayerSpec, Memory, Seeds, scales_of
+from commlib.codecs.error_feedback import ErrorFeedback
+from commlib.errors import WrongGradient
 from commlib.exchange.buffers import StepBuffers
 from commlib.exchange.collectives import Payers
 from commlib.runtime.scratch import scratch
@@ -75,6 +77,7 @@ class LayerTask:
         part: which of it travels; of an item that is cut, ``spec``, ``grad`` and slots are still the whole layer's.
         scales: what bounds the values of ``grad`` once they are decoded, if its codec says so (``scale_bytes``): of
             none of them, or of all, whatever its parts.
+        faults: where the layer is verified in this step, what is found wrong; else None.
     """
 
     spec: LayerSpec
@@ -88,6 +91,35 @@ class LayerTask:
     arena: StepBuffers = dataclasses.field(default_factory=StepBuffers)
     part: ChunkIndex = WHOLE
     scales: list[Tensor] = dataclasses.field(default_factory=list)
+    faults: list[WrongGradient] | None = None
+
+    def encode(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
+        """Compress a part of the gradient; with ``faults``, see that what is sent and held back is what was given."""
+        given = None if self.faults is None else owed(x, memory.old, self.codec)
+        self.codec.compress(x, payload, memory=memory, seed=seed)
+        if given is not None:
+            out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+            self.codec.decompress(payload, out, seed=seed)
+            kept = owed(out, memory.new, self.codec, before=False)
+            if kept is not None:
+                self._check(kept, given)
+
+    def _check(self, kept: Tensor, given: Tensor) -> None:
+        assert self.faults is not None
+        off = (kept - given).abs()
+        if off.numel() and bool(given.isfinite().all()) and not float(off.max()) <= 1e-4 * float(given.abs().max()):
+            at = int(off.argmax())
+            self.fault(
+                self.spec.name,
+                f"{self.codec} was given {float(given.view(-1)[at]):g} at value {at} of a part of it "
+                f"(gradient and residual), and has sent and kept {float(kept.view(-1)[at]):g}: the codec loses or adds "
+                'gradient; give the layer another one, as "none"',
+            )
+
+    def fault(self, layer: str, what: str) -> None:
+        """Note what is wrong with a layer's exchange: it is an error once the step's exchanges are through."""
+        if self.faults is not None:
+            self.faults.append(WrongGradient(f"{layer}: {what}", layer))
 
     def alone(self) -> LayerTask:
         """Chunk of this task as a layer of its own: consecutive rows."""
@@ -128,6 +160,23 @@ class LayerTask:
 
     def _float32(self, like: Tensor) -> Tensor:
         return scratch("item", like.shape, torch.float32, like.device)
+
+
+def owed(x: Tensor, slots: Mapping[str, Tensor], codec: Compressor, *, before: bool = True) -> Tensor | None:
+    """A gradient and all that a codec holds back, float64 of its shape; None if the codec promises nothing of the sum.
+
+    Args:
+        x: the gradient, or what is decoded.
+        slots: the codec's, before or after it has encoded.
+        codec: with its error feedback.
+        before: whether it decays what it has held back when it encodes next.
+    """
+    roles = {key: slot.role for key, slot in codec.slots(LayerSpec.of(x)).items()}
+    pending = [slots[key] for key, role in roles.items() if role == "pending"]
+    if not pending or "local" in roles.values():
+        return None
+    decay = codec.decay if before and isinstance(codec, ErrorFeedback) else 1.0
+    return sum((decay * held.double().view(x.shape) for held in pending), start=x.double())
 
 
 class SharedMeters:

@@ -75,7 +75,7 @@ class ReduceScatter(Carrier):
                     x = table[p, start : start + stripe.spec.numel].view(stripe.spec.shape)
                     memory = item.memory.rows(stripe.start, stripe.stop)
                     seed = item.seeds.of(item.codec, world.rank, f"stripe {p}")
-                    item.codec.compress(_work(item, x), parts[p][i], memory=memory, seed=seed)
+                    item.encode(_work(item, x), parts[p][i], memory=memory, seed=seed)
         mine = packings[world.rank]
         received = arena.bytes(world.size * mine.total, device)
         shares = payers(items, [sum(p.lengths[i] for p in packings) for i in range(len(items))])

@@ -62,7 +62,7 @@ class ScatterGatherExchange(Exchange):
             with item.meter.phase("compress"):
                 seed = item.seeds.of(item.codec, world.rank, f"owner {world.rank}")
                 memory = _owners(item, part[world.rank], world)
-                item.codec.compress(mean, mine.slices(reply)[i], memory=memory, seed=seed)
+                item.encode(mean, mine.slices(reply)[i], memory=memory, seed=seed)
         gathered = arena.bytes(world.size * len(reply), device)
         yield [AllGather(gathered, reply, [(item.meter, n) for item, n in zip(items, mine.lengths, strict=True)])]
 
@@ -100,7 +100,7 @@ def scatter(
             for p, s in enumerate(part):
                 seed = item.seeds.of(item.codec, world.rank, f"stripe {p}")
                 memory = item.memory.rows(s.start, s.stop)
-                item.codec.compress(item.work_grad(s), outgoing[p][i], memory=memory, seed=seed)
+                item.encode(item.work_grad(s), outgoing[p][i], memory=memory, seed=seed)
     received = arena.bytes(world.size * mine.total, device)
     shares = [(item.meter, sum(p.lengths[i] for p in packings)) for i, item in enumerate(items)]
     yield [AllToAll(received, send, [mine.total] * world.size, splits, world.rank, shares)]

@@ -152,6 +152,14 @@ def answer_roll_call(group: Any, key: str, world: World) -> str:
     return ""
 
 
+def announce(group: Any, key: str, why: str) -> None:
+    """Tell ranks that wait, and look with :func:`answer_roll_call`, why this one has given up. Never raises."""
+    with contextlib.suppress(Exception):
+        store = store_of(group)
+        store.set(f"{key}/verdict", why.encode())
+        store.set(f"{key}/called", b"here")
+
+
 def _ranks(ranks: list[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 

@@ -104,7 +104,8 @@ def collect(items: Sequence[LayerTask], world: World) -> Generator[list[Collecti
     for way, (item, trip) in zip(ways, trips, strict=True):
         if way == "again":
             second.append(Again(trip, _payers(item)))
-        trip.summed |= way == "summed"
+        if way == "summed" and trip.proving:
+            _compare_own(item, trip)
         if way == "summed" or trip.proving:
             with item.meter.phase("compress"):
                 if not trip.proving:  # else autograd has had it all
@@ -119,6 +120,17 @@ def collect(items: Sequence[LayerTask], world: World) -> Generator[list[Collecti
         for item, size in zip(proved, (sizes / world.size).tolist(), strict=True):
             trip_of(item).sizes[item.spec.kind] = size
     return [item for way, item in zip(ways, items, strict=True) if way != "summed"]
+
+
+def _compare_own(item: LayerTask, trip: FactorRounds) -> None:
+    """Compare what this rank's own rows would have added with its gradient, where matrices are summed after all."""
+    if trip.foreign:
+        trip.summed = True
+        return
+    own = dataclasses.replace(item, grad=torch.zeros_like(item.grad))
+    _add(own, trip.own())
+    trip.sizes[item.spec.kind] = float(_size(item.grad))
+    _compare(item, own.grad)
 
 
 def _size(grad: Tensor) -> Tensor:
@@ -137,7 +149,15 @@ def compare(made: Sequence[LayerTask], items: Sequence[LayerTask]) -> None:
     """Compare what rows have made, in :func:`targets`, with the mean gradients."""
     for target, item in zip(made, items, strict=True):
         if target is not item:
-            trip_of(item).compare(target.grad, item.grad, item.spec.kind)
+            _compare(item, target.grad)
+
+
+def _compare(item: LayerTask, made: Tensor) -> None:
+    wrong = trip_of(item).compare(made, item.grad, item.spec.kind)
+    if wrong and item.spec.layer is not None:
+        layer = item.spec.layer
+        advice = f'give the layer another route, for example {{"{layer}.*": "none"}}, and tell us of the model'
+        item.fault(layer, f"{wrong}: {advice}")
 
 
 def trip_of(item: LayerTask) -> FactorRounds:

@@ -89,6 +89,7 @@ class FactorLayers:
         world: this rank.
         on: whether the step under way exchanges factors (not in a dense warm-up); False once its object is gone.
         seeds: of a layer, in the step under way.
+        sample: which layer is to be verified in the step whose forward pass begins; empty: none.
         routes: layer → the exchange of its rows, by name, and the codec; others are as plain ones until
             :meth:`activate`.
     """
@@ -100,9 +101,11 @@ class FactorLayers:
         world: World,
         on: weakref.WeakMethod[Callable[[], bool]],
         seeds: weakref.WeakMethod[Callable[[str], Seeds]],
+        sample: weakref.WeakMethod[Callable[[], str]],
         routes: Mapping[str, Routed],
     ) -> None:
         self._ddp, self._modules, self._world, self._on, self._seeds = weakref.ref(ddp), modules, world, on, seeds
+        self._sample, self._verified = sample, ""
         self._habits = {name: RowHistory() for name in modules}
         self._trips: dict[str, FactorRounds] = {}
         self._issued: set[str] = set()
@@ -128,6 +131,7 @@ class FactorLayers:
         world: World,
         on: weakref.WeakMethod[Callable[[], bool]],
         seeds: weakref.WeakMethod[Callable[[str], Seeds]],
+        sample: weakref.WeakMethod[Callable[[], str]],
         routes: Mapping[str, Routed],
         *,
         watched: bool,
@@ -145,7 +149,7 @@ class FactorLayers:
                 "factors are caught in the DDP model's passes: attach to the DistributedDataParallel itself"
             )
         modules = {n: m for n, m in linear_layers(module.module).items() if n in names}
-        return cls(module, modules, world, on, seeds, routes)
+        return cls(module, modules, world, on, seeds, sample, routes)
 
     def activate(
         self, routes: Mapping[str, Routed], rows: Mapping[str, int] | None = None, prove: Collection[str] = ()
@@ -327,9 +331,12 @@ class FactorLayers:
             for tap in self._taps.values():
                 tap.take()
             self._reset()
+        if not self._armed and self._routes:
+            asked = self._sample()
+            self._verified = asked() if asked is not None else ""
         for tap in self._taps.values():
             tap.begin()
-            tap.proving = tap.name in self._proving
+            tap.proving = self._proves(tap.name)
         if self._others:
             self._others = False
             self._share()
@@ -346,6 +353,12 @@ class FactorLayers:
     def note_ddp(self) -> None:
         """Another DDP model has been made: it may share layers with this one."""
         self._others = True
+
+    def _proves(self, name: str) -> bool:
+        """Whether a layer's gradient is exchanged both ways in this step, and compared."""
+        return name in self._proving or (
+            name == self._verified and name in self._routes and self._routes[name].codec.lossless
+        )
 
     def end(self) -> None:
         """A forward pass of the DDP model ends. Layers that are called again in the backward pass stay tapped."""
@@ -384,7 +397,7 @@ class FactorLayers:
             sending = BY_ROWS[route.exchange].sending(route.codec, n, m, self._world)
             seeds = functools.partial(self._seeds_of, name, route.codec)
             self._trips[name] = FactorRounds(sending, self._habits[name], weight.device, seeds)
-            self._trips[name].proving = name in self._proving
+            self._trips[name].proving = self._proves(name)
         return self._trips[name]
 
     def _seeds_of(self, name: str, codec: Compressor) -> tuple[int, int]:

@@ -73,7 +73,7 @@ class FactorRounds:
         self._habit, self._room, self._device = habit, habit.room, device
         self._first = self._next = habit.room
         self._rows: list[Rows] = []
-        self.late = False
+        self.late = self._dirty = False
         self._dtype, self._flags = self._room.dtype, 0
         self._out = torch.empty(0, dtype=torch.float32)
         self._works: list[Any] = []
@@ -84,7 +84,7 @@ class FactorRounds:
         self.proving = False
         """Whether what is in the bucket is the true gradient, to be reduced beside the rows and compared."""
         self.summed = False
-        """Whether a parameter's gradients were summed in this step, so that nothing could be compared."""
+        """Whether nothing could be compared, because this rank had gradient besides that of its rows."""
         self.sizes: dict[str, float] = {}
         """Kind of parameter → mean over ranks of the largest value of each rank's own gradient."""
         self.difference: float | None = None
@@ -93,13 +93,16 @@ class FactorRounds:
 
     # -- where the exchanged gradient is compared with that of a dense exchange --
 
-    def compare(self, made: Tensor, truth: Tensor, kind: str) -> None:
+    def compare(self, made: Tensor, truth: Tensor, kind: str) -> str:
         """Compare what the rows have made of a parameter's gradient with the mean of the true ones, of the same shape.
 
         Args:
             made: by the rows.
             truth: by an all-reduce.
             kind: of the parameter, for its entry in ``sizes``.
+
+        Returns:
+            What is wrong; empty if rounding explains the difference.
         """
         size = self.sizes[kind]
         off = float((made.double() - truth.double()).abs().max()) if truth.numel() else 0.0
@@ -108,6 +111,14 @@ class FactorRounds:
             size = 1.0
         bound = _ROUNDING if self._room.dtype.itemsize >= 4 else _ROUNDING_SHORT
         self.difference = max(self.difference or 0.0, off / (bound * size) if size else off / bound)
+        if self.difference <= 1:
+            return ""
+        at = int((made - truth).abs().argmax())
+        mine, true = float(made.reshape(-1)[at]), float(truth.reshape(-1)[at])
+        return (
+            f"on rank {self._sending.world.rank} the {kind} gradient that its rows made is {mine:g} at value {at}, and "
+            f"the mean of the true ones is {true:g}, more than rounding explains"
+        )
 
     # -- the first round: issued in the order that all ranks keep, by the thread of the backward pass --
 
@@ -124,6 +135,7 @@ class FactorRounds:
         """
         self._rows, self._seeds = list(rows), self._ask_seeds()
         self._dtype = self._sending.payload.dtype(self._rows, self._room.dtype)
+        self._dirty = dirty
         self._flags = DTYPES.index(self._dtype) + (_DIRTY if dirty else 0)
         self._send(group, self._room, self.count <= self._room.rows and self._dtype == self._room.dtype)
         self._started.set()
@@ -135,6 +147,11 @@ class FactorRounds:
         """
         self._rows += rows
         self.late = True
+
+    @property
+    def foreign(self) -> bool:
+        """Whether this rank has gradient besides that of its rows."""
+        return self._dirty or self.late
 
     def give_up(self, why: str) -> None:
         """Abort before the first round: raise ``CommlibError(why)`` in all threads that wait."""

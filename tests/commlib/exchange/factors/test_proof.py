@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
+from commlib.codecs.error_feedback import ErrorFeedback
 from commlib.exchange.factors.tap import Tap
 from commlib.groups.world import World
 from commlib.planning.manager import manager
@@ -138,3 +139,99 @@ def test_a_layer_with_gradient_besides_its_rows_is_not_proved(fleet: Fleet, accu
     seen, _ = fleet.run(2, foreign, accumulate)
     assert 0 <= seen["plain"] <= 1
     assert seen["odd"] < 0
+
+
+# -- verify: one layer in one of so many steps ----------------------------------------------------
+
+
+def verified(world: World, route: str, fault: str, every: int) -> tuple[str, int]:
+    """The error of a training whose rows of one layer have a fault, and the step before which it came."""
+    with spoilt("2", fault):
+        trainer = Trainer(world, {"*": route}, verify=every)
+        try:
+            trainer.train(40)
+        except (commlib.WrongGradient, commlib.PeerLost) as e:
+            return f"{type(e).__name__}: {e}", trainer.step
+        finally:
+            trainer.close()
+    return "", 40
+
+
+@pytest.mark.parametrize("route", ["factors", "owners"])
+@pytest.mark.parametrize("fault", ["doubled", "changed in sign"])
+def test_verify_finds_a_fault_and_names_layer_rank_and_values(fleet: Fleet, route: str, fault: str) -> None:
+    found = fleet.run(2, verified, route, fault, 1)
+    for rank, (said, step) in enumerate(found):
+        assert said.startswith("WrongGradient: 2: on rank")
+        assert f"on rank {rank}" in said
+        assert "the mean of the true ones is" in said
+        assert '{"2.*": "none"}' in said
+        assert step < 40
+    assert found[0][1] == found[1][1]  # all ranks draw the same layer
+
+
+@pytest.mark.parametrize("every", [0, 1, 3])
+def test_verify_changes_no_weight_where_nothing_is_wrong(fleet: Fleet, every: int) -> None:
+    assert [said for said, _ in fleet.run(2, verified, "factors", "", every)] == ["", ""]
+    assert all(fleet.run(2, as_ddp, every))
+
+
+def as_ddp(world: World, every: int) -> bool:
+    """Rows with verified steps in between train as plain DDP does, within rounding."""
+    ours, plain = Trainer(world, "factors", verify=every), Trainer(world, None)
+    for trainer in (ours, plain):
+        trainer.train(6)
+        trainer.close()
+    return torch.allclose(ours.weights(), plain.weights(), rtol=1e-5, atol=1e-6)
+
+
+def lossy(world: World, rule: str, leak: bool) -> str:
+    """The error of a training by a codec, which drops a part of what it holds back if it shall leak."""
+    original = ErrorFeedback.encode
+
+    def encode(self: Any, x: Tensor, payload: Tensor, *, memory: Any, seed: int) -> None:
+        original(self, x, payload, memory=memory, seed=seed)
+        memory.new["residual"].mul_(0.5)
+
+    if leak:
+        ErrorFeedback.encode = encode  # type: ignore[method-assign]
+    try:
+        trainer = Trainer(world, rule, verify=1)
+        try:
+            trainer.train(12)
+        except (commlib.WrongGradient, commlib.PeerLost) as e:
+            return str(e)
+        finally:
+            trainer.close()
+    finally:
+        ErrorFeedback.encode = original  # type: ignore[method-assign]
+    return ""
+
+
+@pytest.mark.parametrize(
+    "rule", ["onebit@gather", "topk:ratio=0.1@scatter_gather", "fp16@dense", "int8@gather", "topk:ratio=0.1,ef=0.9"]
+)
+def test_verify_holds_codecs_to_what_they_are_given(fleet: Fleet, rule: str) -> None:
+    assert fleet.run(2, lossy, rule, False) == ["", ""]
+    for said in fleet.run(2, lossy, rule, True):
+        assert "has sent and kept" in said or "another rank has given up" in said
+        assert '"none"' in said or "another rank" in said
+
+
+def drawn(world: World, seed: int) -> list[str]:
+    """Layers that are verified, step by step, in one of three steps."""
+    trainer = Trainer(world, "onebit", verify=3, seed=seed)
+    names = []
+    for _ in range(12):
+        names.append(trainer.comm._buckets.verified())
+        trainer.train(1)
+        trainer.comm._steps.settle()
+    trainer.close()
+    return names
+
+
+def test_the_layer_is_drawn_by_lot_and_is_the_same_on_all_ranks(fleet: Fleet) -> None:
+    first, second = fleet.run(2, drawn, 0)
+    assert first == second
+    assert [bool(name) for name in first] == [i % 3 == 2 for i in range(12)]
+    assert first != fleet.run(2, drawn, 1)[0]

@@ -166,13 +166,15 @@ class _HandRows(torch.autograd.Function):
         if ctx.live:
             ctx.tap.caught(u, v)
         elif ctx.tap is not None:
-            ctx.tap.passed(len(u))
+            ctx.tap.passed(v)
         for name in names:
             owner.spend(name)
-        if ctx.live:
+        if ctx.live and not ctx.tap.proving:
             grads = [ctx.tap.placeholder(owner.get_parameter(name)) for name in names]
         else:
             grads = [owner.hand(name) for name in names]
+            if ctx.live:
+                ctx.tap.owns(grads)
         return (grad, *grads, *([None] * (6 - len(grads))))
 
 

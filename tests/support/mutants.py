@@ -202,7 +202,7 @@ MUTANTS: Sequence[Mutant] = (
     swapped(
         "commlib/exchange/factors/rounds.py",
         """\
-        if any(flags & _DIRTY for _, flags in heads):
+        if dirty:
             return "summed"
 """,
         """\
@@ -359,7 +359,7 @@ MUTANTS: Sequence[Mutant] = (
         "            memory = self._store.memory(spec, codec.slots(part.spec), prefix=part.prefix, start=part.start)\n",
         """\
             if self._store.holds(name):
-                late = torch.zeros(spec.shape, device=unit.inner.device)
+                late = torch.zeros(spec.shape, dtype=torch.float32, device=unit.inner.device)
                 self._store.drain(spec, late, world.size, replicas.inter.size)
                 grad += late[part.start : part.start + part.spec.shape[0]].flatten()
 """,

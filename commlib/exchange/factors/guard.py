@@ -85,7 +85,7 @@ def node_hooks(p: nn.Parameter) -> list[HookTable]:
 
 
 def _no_hook(*_: object) -> None:
-    """Never called."""
+    """Hook that is never called."""
 
 
 def _transform() -> str:

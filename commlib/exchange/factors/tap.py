@@ -78,7 +78,7 @@ class Tap:
     def __init__(self, name: str, module: nn.Linear, owner: TapOwner, *, traced: bool = False) -> None:
         self.name, self.module, self.traced = name, module, traced
         self.foreign = self.retired = self.shared = self.again = self.proving = False
-        self.why = ""
+        self.why = self._refused = ""
         self.leaves: list[nn.Parameter] = [p for p in module._parameters.values() if p is not None]  # the weight first
         self._owner = owner
         self._rows: list[Rows] = []
@@ -150,40 +150,51 @@ class Tap:
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output."""
-        m = self.module
-        if not torch.is_grad_enabled():
-            self._hidden |= m.training
-            self.again |= m.training
-            return functional.linear(x, m.weight, m.bias)
-        on, watching = self._owner.on(self.name), self._owner.watching()
-        refused = self._refusal(x) if on or watching else ""
-        if refused or not on:
-            y = functional.linear(x, m.weight, m.bias)
-            if refused:
-                self.why = refused
-            elif watching and y.requires_grad:
+        if not self.live(x):
+            y = functional.linear(x, self.module.weight, self.module.bias)
+            if not self._refused and y.requires_grad and self._owner.watching():
                 y.register_hook(functools.partial(untraced(Tap.passed), self))  # type: ignore[no-untyped-call]
             return y
-        self.again |= torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-        self._calls += 1
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
-        traced: Any = _Linear.apply(self.leaves[1] if len(self.leaves) > 1 else None, x, self.leaves[0], self)  # type: ignore[no-untyped-call]
+        weight, bias = self.leaves[0], self.leaves[1] if len(self.leaves) > 1 else None
+        traced: Any = _Linear.apply(bias, x, weight, self)  # type: ignore[no-untyped-call]
         return cast(Tensor, traced)
 
-    def _refusal(self, x: Tensor) -> str:
+    def live(self, x: Tensor | None = None) -> bool:
+        """Whether the rows of a call that is made now are to be caught in its backward pass; if so, it is counted.
+
+        Args:
+            x: the call's input; None if there is none, and only the layer is looked at.
+        """
+        self._refused = ""
+        if not torch.is_grad_enabled():
+            self._hidden |= self.module.training
+            self.again |= self.module.training
+            return False
+        on = self._owner.on(self.name)
+        if on or self._owner.watching():
+            self._refused = self._refusal(x)
+            self.why = self._refused or self.why
+        if not on or self._refused:
+            return False
+        self.again |= torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        self._calls += 1
+        return True
+
+    def _refusal(self, x: Tensor | None) -> str:
         """Why the rows of a call do not stand for its gradient; whatever goes wrong is a reason."""
         if self.shared:
             return "another DDP model reduces a parameter of it, too"
         if self.node_watched():
             return "a hook on the node that accumulates a parameter's gradient sees it"
+        if x is None:
+            return parameter_refusal(self.leaves)
         try:
             return call_refusal(x, self.module, self.leaves, self._owner.ddp)
         except Exception:
-            _log.warning(
-                "layer %s is exchanged as dense gradient: its call was not understood", self.name, exc_info=True
-            )
+            _log.warning("layer %s goes as dense gradient: its call was not understood", self.name, exc_info=True)
             self.shared = True
             return "its call was not understood (see the warning)"
 

@@ -118,7 +118,7 @@ class Controller:
         return self._plan("", None)  # they may have been the first of all: nothing to hold later ones against
 
     def _compared(self, f: Measurements) -> Decision:
-        """One step in which rows were exchanged beside the true gradients, by which the model was trained."""
+        """After a step in which rows were exchanged beside the true gradients, by which the model was trained."""
         wrong = {name: off for name, off in f.differs.items() if not 0 <= off <= 1}
         self._proved |= {(n, r) for n, r in self._now.routes.items() if n not in wrong}
         if not wrong:

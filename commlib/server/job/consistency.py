@@ -165,8 +165,8 @@ class Downpour(Consistency):
     Args:
         push: steps between two pushes, each of the sum since the last (n_push).
         fetch: steps between two reads (n_fetch).
-        time_lag: seconds after which the server refuses a push, from when its values were sent to the worker (TensorSpark); 0:
-            never.
+        time_lag: seconds after which the server refuses a push, counted from when its values were sent to the worker
+            (TensorSpark); 0: never.
     """
 
     push: int = 1

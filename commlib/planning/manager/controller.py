@@ -254,7 +254,7 @@ class Controller:
         planned = self._say(self._choice)
         unproved = set(planned.routes.items()) - self._proved
         if any(route.rpartition("@")[2] in BY_ROWS for _, route in unproved):
-            return dataclasses.replace(planned, phase="proof", steps=1, watch=True, said=said)
+            return dataclasses.replace(planned, phase="proof", steps=1, skip=0, watch=True, said=said)
         n = _samples(self._choice.seconds, 1.0, 3, 20)  # of three one may be slow
         return dataclasses.replace(self._say(self._choice), phase="trial", steps=n + 1, watch=True, said=said)
 

@@ -98,7 +98,7 @@ class Cluster:
 
         noisy = self.span(d) * (1 + self.noise * self.random.uniform(-1, 1))
         return Measurements(
-            steps=max(1, d.steps - d.skip),
+            steps=max(0, d.steps - d.skip),
             span=noisy,
             rest=0.01,
             ready=tuple(now(b.ready) for b in self.dense_pass.buckets),

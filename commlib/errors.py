@@ -54,7 +54,7 @@ class AuthenticationError(CommlibError):
 
 
 class WrongGradient(CommlibError):
-    """What the exchange of a layer made is not its gradient, found by a check that ``verify=`` asks for.
+    """The exchange of a layer made another gradient than it has, found by a check that ``verify=`` asks for.
 
     Attributes:
         layer: name of the layer or parameter.

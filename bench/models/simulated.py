@@ -67,7 +67,7 @@ class Replay(nn.Module):
         self._products = {name: g for layer, uv in self._rows.items() for name, g in self._product(layer, *uv).items()}
 
     def gradient(self, name: str) -> Tensor:
-        """What this rank's backward pass hands to a parameter; a view, not to be changed.
+        """Gradient that this rank's backward pass hands to a parameter; a view, not to be changed.
 
         Raises:
             KeyError: no parameter of that name.

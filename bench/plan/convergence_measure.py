@@ -177,7 +177,7 @@ class Pushes:
         self._sums[key] = list(found) if before is None else [a + b for a, b in zip(before, found, strict=True)]
 
     def mean(self, unit: Mapping[int, int], ranks: int) -> tuple[Tensor, ...]:
-        """What the server applies as one, worker → stamp: a share of 1/P for each."""
+        """Mean of the pushes that the server applies as one, worker → stamp: a share of 1/P for each."""
         taken = [self._sums.pop(key) for key in unit.items()]
         return tuple(torch.stack(parts).sum(0) / ranks for parts in zip(*taken, strict=True))
 

@@ -122,7 +122,7 @@ class MemoryStore:
             self._pending.append(pair)
 
     def commit(self) -> None:
-        """What the step wrote becomes what the next one reads."""
+        """Commit the step: the buffers that it wrote are those that the next step reads."""
         for pair in self._pending:
             pair.live = 1 - pair.live
         self._committed = self._pending

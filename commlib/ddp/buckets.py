@@ -86,7 +86,7 @@ class PlainBuckets:
         self._meters = meters
 
     def find(self, bucket: Any, plan: Plan) -> PlainBucket | None:
-        """What is known of a bucket of DDP's, if it still is what it was."""
+        """Plain bucket that is known for a bucket of DDP's; None if its parameters, dtype or plan have changed."""
         plain = self._known.get(bucket.index())
         if plain is None or not plain.fits(plan, bucket.parameters(), bucket.buffer().dtype):
             return None
@@ -227,7 +227,7 @@ class BucketPlanner:
         self._parts: dict[tuple[str, int], Meter] = {}
 
     def plain(self, bucket: Any, plan: Plan) -> PlainBucket | None:
-        """What is known of a bucket that need not be sorted: all of it goes as it is, and nothing is held back."""
+        """Plain bucket for a bucket that need not be sorted: all of it goes uncompressed, and nothing is held back."""
         return self._plain.find(bucket, plan) if self._store.empty else None
 
     def rounds(self, bucket: Any, names: Sequence[str], plan: Plan, factors: FactorLayers | None) -> list[Rounds]:

@@ -33,7 +33,7 @@ class StepBuffers:
         self._next = 0
 
     def known(self, key: object, make: Callable[[], T]) -> T:
-        """What was made for an equal key in the last step, or is made now: one thing, as a layout."""
+        """Value made for an equal key in the last step, or made now: one thing, as a layout."""
         if self._known is None or self._known[0] != key:
             self._known = key, make()
         found: T = self._known[1]

@@ -77,7 +77,7 @@ class ParameterBlock:
             begin += p.numel()
 
     def take(self) -> None:
-        """What this rank has is what all share."""
+        """Copy this rank's values into those that all ranks share."""
         for p, shared in self.views(self.shared):
             shared.copy_(p.detach())
 
@@ -150,7 +150,7 @@ class Fragment:
         self._futures = []
 
     def land(self, mix: float) -> bool:
-        """What was under way counts: the shared values move, and this rank's go on from them; whether all was finite.
+        """Apply the exchange that was under way to the shared and this rank's values; returns whether all was finite.
 
         Args:
             mix: of this rank's values that it keeps, where it has gone on since.

@@ -8,8 +8,8 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -307,20 +307,28 @@ class Head:
         return Decision(routes, dict.fromkeys(routes, 8), steps=1000, probe=False, phase="steady")
 
 
-@contextmanager
-def head(dense: int) -> Iterator[list[Head]]:
-    """What attach() finds as the manager's head."""
-    made: list[Head] = []
+H = TypeVar("H")
 
-    def make(model: Any) -> Head:
-        made.append(Head(model, dense))
+
+@contextmanager
+def controlled(make: Callable[[Any], H]) -> Iterator[list[H]]:
+    """Inside, managers get a controller that ``make`` makes of their model; the list has all that were made."""
+    made: list[H] = []
+
+    def kept(model: Any) -> H:
+        made.append(make(model))
         return made[-1]
 
-    original, vars(manager)["Controller"] = vars(manager)["Controller"], make
+    original, vars(manager)["Controller"] = vars(manager)["Controller"], kept
     try:
         yield made
     finally:
         vars(manager)["Controller"] = original
+
+
+def head(dense: int) -> AbstractContextManager[list[Head]]:
+    """Controllers that choose rows after so many dense exchanges, as :func:`controlled`."""
+    return controlled(lambda model: Head(model, dense))
 
 
 class Meeting:

@@ -187,6 +187,37 @@ def two_forwards(ddp: Any, x: Tensor, rank: int) -> None:
     (ddp(x).square().mean() + ddp(x.flip(0) + 1).square().mean()).backward()
 
 
+def two_forwards_two_backwards(ddp: Any, x: Tensor, rank: int) -> None:
+    first, second = ddp(x).square().mean(), ddp(x + 1).square().mean()
+    first.backward()
+    second.backward()
+
+
+def adversarial(ddp: Any, x: Tensor, rank: int) -> None:
+    ddp(x).square().mean().backward()  # of real ones
+    ddp(x + 1).mean().backward()  # of made ones
+
+
+def patched_forward(ddp: Any) -> object:
+    layer, original = ddp.module.a, ddp.module.a.forward
+    layer.forward = lambda x: 2 * original(x)  # as libraries that put hooks around a module do
+    return layer
+
+
+def by_its_class(m: Any, x: Tensor) -> Any:
+    return m.b(nn.Linear.forward(m.a, x))
+
+
+def tied_later(ddp: Any) -> object:
+    ddp.module.b.bias = ddp.module.a.bias
+    return ddp
+
+
+def interpolated(m: Any, x: Tensor) -> Any:
+    mixed = {n: 0.5 * (p + q) for (n, p), q in zip(m.a.named_parameters(), m.b.parameters(), strict=True)}
+    return functional_call(m.a, mixed, (m.b(x),)) + m.a(x)
+
+
 def inner_call(ddp: Any, x: Tensor, rank: int) -> None:
     (ddp(x).square().mean() + ddp.module(x + 1).square().mean()).backward()
 
@@ -497,6 +528,12 @@ CASES = {
     "a second backward pass after zero_grad": Case(net(), second_backward_after_zero),
     "two outputs": Case(net(unused_output), two_losses),
     "two forward passes": Case(net(), two_forwards),
+    "two forward passes, and their backward passes one by one": Case(net(), two_forwards_two_backwards, alike=False),
+    "a step of two exchanges": Case(net(), adversarial),
+    "a forward method that is patched": Case(net(), before=patched_forward),
+    "forward called by the class": Case(net(by_its_class)),
+    "a bias that is tied after attaching": Case(net(), ddp=UNUSED, before=tied_later),
+    "called with a mixture of two layers' weights": Case(net(interpolated)),
     "the inner model called, too": Case(net(), inner_call),
     "the inner model's backward pass before": Case(net(), inner_backward_first),
     "evaluation in between": Case(net(), evaluated_between),

@@ -127,7 +127,7 @@ class CandidateModel:
         return owned
 
     def calibrate(self, p: TrainingPass, span: float, link: Link) -> tuple[float, float]:
-        """What turns a probe's figures into those of training steps.
+        """Factor of the link, and seconds to add, that turn a probe's figures into those of training steps.
 
         A probe is short, and nothing is computed beside it. So the link is taken to be slower (or faster) by the
         factor with which a dense step comes out as it was; where it does not depend on that, or by too much, what is

@@ -108,7 +108,7 @@ class Manager:
         self._sheet.backward_ended()
 
     def saw(self, ended: float, buckets: Sequence[tuple[float, tuple[str, ...]]]) -> None:
-        """What the hook would have told of an exchange that DDP has made by itself; :func:`time.perf_counter`."""
+        """Take note of an exchange that DDP has made by itself, as of one by a hook; :func:`time.perf_counter`."""
         for at, names in buckets:
             self._sheet.bucket(names, at)
         self._sheet.backward_ended(ended)

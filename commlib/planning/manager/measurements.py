@@ -75,7 +75,7 @@ class StepMeasurements:
         self._ended, self._begun, self._step = self._clock(), None, MeasuredStep()
 
     def resume(self) -> None:
-        """What went on since the end of the exchange is nobody's rest: a review."""
+        """Begin the time between steps anew: a review since the exchange is no rest of the training."""
         self._ended = self._clock()
 
     def take(self) -> list[MeasuredStep]:

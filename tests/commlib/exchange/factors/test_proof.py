@@ -15,11 +15,10 @@ import commlib
 from commlib.codecs.error_feedback import ErrorFeedback
 from commlib.exchange.factors.tap import Tap
 from commlib.groups.world import World
-from commlib.planning.manager import manager
 from commlib.planning.manager.decision import Decision
 from commlib.planning.manager.measurements import Measurements
 from tests.support.rank_pool import Fleet
-from tests.support.tiny_ddp import Trainer, same_everywhere
+from tests.support.tiny_ddp import Trainer, controlled, same_everywhere
 
 Rows = tuple[Tensor, Tensor]
 FAULTS: dict[str, Callable[[list[Rows]], list[Rows]]] = {
@@ -50,19 +49,8 @@ class ProvingHead:
         return Decision(steps=1000, probe=False, phase="steady")
 
 
-@contextlib.contextmanager
-def heads(route: str) -> Iterator[list[ProvingHead]]:
-    made: list[ProvingHead] = []
-
-    def make(model: Any) -> ProvingHead:
-        made.append(ProvingHead(model, route))
-        return made[-1]
-
-    original, vars(manager)["Controller"] = vars(manager)["Controller"], make
-    try:
-        yield made
-    finally:
-        vars(manager)["Controller"] = original
+def heads(route: str) -> contextlib.AbstractContextManager[list[ProvingHead]]:
+    return controlled(lambda model: ProvingHead(model, route))
 
 
 @contextlib.contextmanager

@@ -396,10 +396,11 @@ def test_the_round_after_the_first_steps_of_all_counts_by_the_dense_steps_that_c
 # -- the proof before use -------------------------------------------------------------------------
 
 
+@dataclasses.dataclass
 class Faulty(Cluster):
     """Rows of some layers do not make their gradient; known from a step in which both are exchanged."""
 
-    wrong: dict[str, float] = {}  # noqa: RUF012  # set by each test before the first review
+    wrong: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def figures(self) -> Measurements:
         d = self.decision
@@ -408,9 +409,7 @@ class Faulty(Cluster):
 
 
 def faulty(wrong: dict[str, float]) -> Faulty:
-    made = Faulty([(4096, 9216), (4096, 4096), (1000, 4096)], 32, 0.2, 40e9)
-    made.wrong = wrong
-    return made
+    return Faulty([(4096, 9216), (4096, 4096), (1000, 4096)], 32, 0.2, 40e9, wrong=wrong)
 
 
 def test_no_row_replaces_a_gradient_before_a_step_has_proved_it() -> None:

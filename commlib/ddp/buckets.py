@@ -38,6 +38,7 @@ from commlib.groups.world import World
 from commlib.monitoring.error_norms import ErrorNorms
 from commlib.planning.plan import Plan
 from commlib.planning.route import Route
+from commlib.runtime.layers import real
 from commlib.telemetry.stats import Meter
 
 
@@ -174,6 +175,16 @@ def _permuted(x: Tensor) -> bool:
     return not x.is_contiguous()
 
 
+def _gradients(bucket: Any) -> Sequence[Tensor]:
+    """A bucket's gradients as real values. Complex ones come so, but DDP's own views of them are of other places."""
+    parameters = bucket.parameters()
+    if not parameters[0].is_complex():
+        found: Sequence[Tensor] = bucket.gradients()
+        return found
+    parts = torch.split(bucket.buffer(), [2 * p.numel() for p in parameters])
+    return [part.view(*p.shape, 2) for part, p in zip(parts, parameters, strict=True)]
+
+
 def _returned(rounds: Rounds, copies: Sequence[tuple[Tensor, Tensor]]) -> Rounds:
     """A bucket's last exchange, at whose end gradients go back to where DDP has them."""
     yield from rounds
@@ -246,10 +257,10 @@ class BucketPlanner:
             return [self.checked(self._sparse(names[0], buffer, plan), buffer)]
         routes: dict[str, list[LayerTask]] = {}
         copies: list[tuple[Tensor, Tensor]] = []
-        for name, grad, p in zip(names, bucket.gradients(), bucket.parameters(), strict=True):
+        for name, grad, p in zip(names, _gradients(bucket), bucket.parameters(), strict=True):
             route = self._route(plan, name)
             elementwise = route.plain and self._store.empty  # then the order does not matter
-            if not elementwise and (found := self._logical.of(name, grad, p)) is not None:
+            if not elementwise and (found := self._logical.of(name, grad, real(p))) is not None:
                 grad, home = found
                 copies.append((home, grad))
             routes.setdefault(route.exchange, []).append(self._item(plan, name, route, grad, factors))

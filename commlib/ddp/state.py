@@ -39,6 +39,7 @@ from commlib.planning.policy import Exact, Policy
 from commlib.planning.route import Rules
 from commlib.runtime.amp import LossScale
 from commlib.runtime.autograd import at_end_of_backward, untraced, wait
+from commlib.runtime.exit import close_at_exit
 from commlib.runtime.layers import inside, name_of, trained_parameters
 from commlib.server.worker.push_pull import Servers
 from commlib.telemetry.recorder import Recording, Tracer
@@ -142,7 +143,7 @@ class HookState:
         self._names = {id(p): n for n, p in trained_parameters(inside(module)).items()}
         where = self._group, self._key, self.world, setup.device, self._levels, self._about
         self._resources = Resources(*where, limit, self._servers, timeout)
-        weakref.finalize(self, self._resources.close, wait=False)
+        close_at_exit(self, self._resources.close)
         self._turn(setup, factors, self._key)
         guard = None
         if check_replicas:

@@ -39,6 +39,7 @@ from commlib.monitoring.log import Monitor
 from commlib.planning.plan import Plan
 from commlib.runtime.amp import LossScale
 from commlib.runtime.autograd import at_end_of_backward, wait
+from commlib.runtime.exit import close_at_exit
 from commlib.telemetry.stats import Meter
 
 _MEAN, _SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
@@ -236,7 +237,7 @@ class FsdpCommunicator:
     def _sequenced(self, group: Any, key: str, world: World, lanes: Sequence[tuple[Scope, ...]]) -> Sequencer:
         made = make_sequencer(group, key, world, self.device)
         lay(made, lanes, group, Siblings(group, self.device), Throttle(None, 0))
-        weakref.finalize(self, made.close, wait=False)
+        close_at_exit(self, made.close)
         return made
 
     def _go(

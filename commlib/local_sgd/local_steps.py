@@ -28,7 +28,7 @@ from commlib.local_sgd.sync_schedule import SyncSchedule
 from commlib.planning.policy import policy_of
 from commlib.planning.route import Rules
 from commlib.runtime.amp import mend
-from commlib.runtime.layers import SubModel, inside, refuse_sparse, trained_parameters
+from commlib.runtime.layers import SubModel, inside, refuse_complex, refuse_sparse, trained_parameters
 from commlib.telemetry.stats import Stats
 
 
@@ -127,6 +127,7 @@ class LocalSteps:
         if policy_of(compressor) is not None:
             raise TypeError(f"{compressor} chooses by backward passes, which are not exchanged here: name a codec")
         refuse_sparse(inside(model), "LocalSteps")
+        refuse_complex(inside(model), "LocalSteps")
         group = group_of(inside(model), process_group)
         ranks = dist.get_world_size(group)
         self._pace = SyncSchedule(tau, ranks, fragments)

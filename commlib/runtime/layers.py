@@ -21,8 +21,8 @@ class LayerSpec:
 
     Args:
         name: fully qualified parameter name, without DDP's or torch.compile's prefixes.
-        shape: the parameter's shape; ``()`` is a scalar.
-        dtype: the gradient's dtype; must be floating point.
+        shape: the parameter's shape; ``()`` is a scalar. A complex one has one more dimension, of 2 (:func:`real`).
+        dtype: the gradient's dtype; must be floating point, as the parts of a complex value are.
         device: where the gradient lives.
         kind: the role of the parameter in its module.
         rows: K, the batch rows seen per step, where the gradient factors and K is known; otherwise None.
@@ -78,6 +78,11 @@ class LayerSpec:
     def row_slice(self, start: int, stop: int) -> LayerSpec:
         """The spec of rows ``start:stop`` along dimension 0."""
         return dataclasses.replace(self, shape=(stop - start, *self.shape[1:]))
+
+
+def real(x: Tensor) -> Tensor:
+    """A tensor as its real values: a complex one, shape (…), as its real and imaginary parts, shape (…, 2), a view."""
+    return torch.view_as_real(x.detach()) if x.is_complex() else x
 
 
 def _product(shape: tuple[int, ...]) -> int:
@@ -148,7 +153,6 @@ def layer_specs(module: nn.Module, left_out: Collection[str] = ()) -> list[Layer
         left_out: parameters that DDP does not reduce (names as :func:`all_parameters` has them): they have no spec.
 
     Raises:
-        TypeError: a trained parameter is not real floating point.
         ValueError: the weight of an embedding with ``sparse=True`` that others use, too; nothing to train.
     """
     kinds, sparse = kinds_of(module), {id(p): name for name, p in sparse_weights(module).items()}
@@ -157,8 +161,8 @@ def layer_specs(module: nn.Module, left_out: Collection[str] = ()) -> list[Layer
     specs = [
         LayerSpec(
             name,
-            tuple(p.shape),
-            p.dtype,
+            tuple(real(p).shape),
+            real(p).dtype,
             p.device,
             kinds.get(name, "other"),
             layer=layers.get(id(p)),
@@ -196,7 +200,8 @@ def check_frozen_integers(module: nn.Module, names: Mapping[str, object]) -> Non
     for full, p in all_parameters(module).items():
         name = plain_name(full)
         if name in names and not p.requires_grad:
-            what = f"is {p.dtype}" if not p.dtype.is_floating_point else "is frozen (requires_grad=False)"
+            inexact = p.is_floating_point() or p.is_complex()
+            what = "is frozen (requires_grad=False)" if inexact else f"is {p.dtype}"
             raise TypeError(f"rule {name!r}: the parameter {what}, so it has no gradient to compress; remove the rule")
 
 
@@ -229,6 +234,17 @@ def sparse_weights(module: nn.Module) -> dict[str, Tensor]:
         if m.weight.requires_grad:
             found.setdefault(name, m.weight)
     return found
+
+
+def refuse_complex(module: nn.Module, who: str) -> None:
+    """Raises TypeError if a trained parameter is complex: ``who`` exchanges real values only."""
+    for name, p in trained_parameters(module).items():
+        if p.is_complex():
+            raise TypeError(
+                f"parameter {name!r} is {p.dtype}, and {who} exchanges real values only: keep it as its real and "
+                "imaginary parts (torch.view_as_complex in forward), or wrap the model in DDP and commlib.attach() to "
+                "that"
+            )
 
 
 def refuse_sparse(module: nn.Module, who: str) -> None:

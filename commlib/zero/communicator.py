@@ -10,7 +10,6 @@ The two halves of an all-reduce, with time between them: gradients to their owne
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from commlib.exchange.throttled_group import Throttle
 from commlib.groups.handshake import answer_roll_call
 from commlib.groups.world import World
 from commlib.runtime.autograd import wait
+from commlib.runtime.exit import close_at_exit
 from commlib.telemetry.stats import Meter
 from commlib.zero.partition import LayerCut, flat, rows_of
 
@@ -94,7 +94,7 @@ class ZeroCommunicator:
         lanes: list[tuple[Any, ...]] = [("world",)]
         self._sequencer = make_sequencer(group, self._lost_key, world, device)
         lay(self._sequencer, lanes, group, Siblings(group, device), Throttle(None, 0))
-        weakref.finalize(self, self._sequencer.close, wait=False)
+        close_at_exit(self, self._sequencer.close)
 
     @property
     def sent(self) -> float:

@@ -21,7 +21,14 @@ from commlib.groups.world import World
 from commlib.planning.plan import Plan
 from commlib.planning.route import Rules
 from commlib.runtime.amp import Scale, finite
-from commlib.runtime.layers import all_parameters, layer_specs, one_device, refuse_sparse, trained_parameters
+from commlib.runtime.layers import (
+    all_parameters,
+    layer_specs,
+    one_device,
+    refuse_complex,
+    refuse_sparse,
+    trained_parameters,
+)
 from commlib.runtime.optimizers import StepGuard, by_group
 from commlib.telemetry.stats import Stats
 from commlib.zero import bucket_order, checkpoint
@@ -91,6 +98,7 @@ class ShardedStep:
             by_group(optimizer, all_parameters(model))  # or raises: a parameter is missing, or a stranger
             check_optimizer(optimizer, self._parameters)
             refuse_sparse(model, "ShardedStep")
+            refuse_complex(model, "ShardedStep")
             specs = layer_specs(model)
             self._plan = plan_of(specs, compressor, world=world.size, min_size=min_size)
             self._scale = Scale(scaler, optimizer, model)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
+from commlib.exchange.factors import layers
 from commlib.groups.world import World
 from tests.support.rank_pool import Fleet
 from tests.support.tiers import full
@@ -152,6 +153,25 @@ def test_a_layer_of_two_ddp_models_is_dense_in_both(fleet: Fleet, other: str | N
         assert len(plain) == len(ours)
         for a, b in zip(plain, ours, strict=True):
             assert torch.allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def unread(world: World) -> tuple[float, str]:
+    """How far gradients are off, and the plan, where rank 1 cannot find out which layers other models share."""
+    plain, *_ = gradients(world, "plain", None)
+    original = vars(layers)["sharing"]
+    if world.rank == 1:
+        vars(layers)["sharing"] = lambda *_: 1 / 0
+    try:
+        ours, _, plan = gradients(world, "plain", "factors")
+    finally:
+        vars(layers)["sharing"] = original
+    return off(ours, plain), str(plan)
+
+
+def test_layers_are_dense_where_it_is_not_known_who_shares_them(fleet: Fleet) -> None:
+    (first, _), (second, plan) = fleet.run(2, unread)
+    assert max(first, second) <= 2e-6
+    assert f"dense in {STEPS} steps" in plan
 
 
 def ordinary(world: World, rule: str) -> list[str]:

@@ -16,6 +16,7 @@ on every rank in the same order.
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
@@ -35,6 +36,8 @@ from commlib.exchange.registry import BY_ROWS
 from commlib.groups.world import World
 from commlib.runtime.autograd import after_forward, before_forward
 from commlib.runtime.layers import linear_layers
+
+_log = logging.getLogger("commlib")
 
 
 class StepOrder:
@@ -194,7 +197,12 @@ class FactorLayers:
         """See which layers another DDP model reduces, too: that would miss their gradient, so nothing is caught."""
         ddp = self.ddp
         if self._routes and self._taps and ddp is not None:
-            found = sharing(ddp, [p for tap in self._taps.values() for p in tap.leaves])
+            leaves = [p for tap in self._taps.values() for p in tap.leaves]
+            try:
+                found = sharing(ddp, leaves)
+            except Exception:  # some object of the program's cannot even be looked at
+                _log.warning("layers go as dense gradient: it is not known who shares them", exc_info=True)
+                found = {id(p) for p in leaves}
             for tap in self._taps.values():
                 tap.shared |= any(id(p) in found for p in tap.leaves)
 

@@ -33,6 +33,8 @@ from commlib.telemetry.stats import Meter
 from commlib.telemetry.trace import NONE, Trace
 
 log = logging.getLogger("commlib")
+_FAILED = Decision(steps=1 << 62, watch=False, probe=False, phase="failed")
+_ALL_DENSE = "dense: measuring has failed (a rank's log says why)"
 
 
 class RouteOptions(Protocol):
@@ -129,7 +131,7 @@ class Manager:
             return False
         before = self.decision
         with self.trace.measure("manager", "review"):
-            self._take(Decision.from_wire(self._board.review(self._figures().to_wire(), self._decide)))
+            self._take(Decision.from_wire(self._board.review(self._posted(), self._decide)))
         if self.decision.said:
             self.trace.instant("manager", self.decision.phase, said=self.decision.said)
         self._sheet.resume()
@@ -148,6 +150,7 @@ class Manager:
     def plan(self, now: Plan) -> Plan:
         """The plan as decided, from the one so far. From here on the time of its routes is counted."""
         d = self.decision
+        unsaid = _ALL_DENSE if d.phase == "failed" else "measuring"
         self._before = self._count, {name: _seconds(m) for name, m in self._meters.items()}
         layers = {}
         for name, p in now.layers.items():
@@ -156,7 +159,7 @@ class Manager:
                 continue
             unit = self._model.unit_of[name]
             own = unit == name or p.spec.kind == "linear.weight"
-            why = d.why.get(unit, "measuring") if own else "goes with its weight"
+            why = d.why.get(unit, unsaid) if own else "goes with its weight"
             seconds = d.predicted.get(unit) if own else None
             spec = dataclasses.replace(p.spec, rows=d.rows.get(unit)) if own else p.spec
             route = p.dense
@@ -181,7 +184,7 @@ class Manager:
     def about(self) -> str:
         """The state of affairs in a line."""
         d = self.decision
-        said = f"{self._policy}: measuring dense steps"
+        said = f"{self._policy}: {_ALL_DENSE if d.phase == 'failed' else 'measuring dense steps'}"
         if d.step_s is not None:
             planned, dense = (f"{seconds * 1e3:.4g} ms" for seconds in d.step_s)
             said = f"{self._policy} ({d.phase}): predicted {planned} a step, all dense {dense}"
@@ -189,15 +192,28 @@ class Manager:
 
     # -- a review --
 
-    def _figures(self) -> Measurements:
+    def _posted(self) -> dict[str, Any]:
+        """This rank's figures; none if it cannot measure, for which no training shall end.
+
+        The link is measured first, and by all ranks: a rank that failed before it would leave the others waiting.
+        """
+        probed: dict[str, Any] = {}
+        began = time.perf_counter()
+        if self.decision.probe:
+            probed["link"] = self._probe.link()
+        try:
+            return self._figures(began, probed).to_wire()
+        except Exception:
+            log.exception("rank %d cannot measure; from here on all layers are dense", self._world.rank)
+            return {}
+
+    def _figures(self, began: float, measured: dict[str, Any]) -> Measurements:
         steps = self._sheet.take()[self.decision.skip :]
         for step in steps:
             for name, count in step.rows.items():
                 self._rows[name] = max(count, self._rows.get(name, 0))
-        measured: dict[str, Any] = {"wire": (self._wire() - self._wire_before) / self.decision.steps}
+        measured["wire"] = (self._wire() - self._wire_before) / self.decision.steps
         if self.decision.probe:
-            began = time.perf_counter()
-            measured["link"] = self._probe.link()
             measured["products"] = self._products()
             measured["probe_s"] = time.perf_counter() - began
             measured["codecs"] = self._codecs = self._codecs or self._costs()  # they do not depend on the link
@@ -229,13 +245,15 @@ class Manager:
 
     def _decide(self, posts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Decide, on rank 0 only."""
+        if not all(posts):
+            return _FAILED.to_wire()
         try:
             decision = self._pilot.review(slowest([Measurements.from_wire(p) for p in posts]))
         except CommlibError:
             raise
         except Exception:  # the others wait for an answer, and dense is always one
             log.exception("the manager failed; from here on all layers are dense")
-            decision = Decision(steps=1 << 62, watch=False, probe=False, phase="failed")
+            decision = _FAILED
         if decision.said:
             log.info("after %d exchanges: %s", self._count, decision.said)
         return decision.to_wire()

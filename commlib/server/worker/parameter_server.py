@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from commlib.errors import CommlibError
 from commlib.groups.world import World
 from commlib.runtime.amp import Scaled
+from commlib.runtime.exit import close_at_exit, failing
 from commlib.runtime.optimizers import StepGuard, by_group, groups_of, plain
 from commlib.server.job.chunks import NBYTES
 from commlib.server.job.consistency import Consistency
@@ -158,6 +159,7 @@ class ParameterServer:
         self._syncer = ParamSync(model, self._parameters, chunks, client, self._options, own, self._scaled, self._cache)
         self._tracer = Tracer(model, self._worker.id, self._syncer, self._worker.client.flights)
         self._guard = StepGuard(self._optimizer)
+        close_at_exit(self, functools.partial(_go, self._worker, self._embedded, self._timeout))
         try:
             if self._worker.first:
                 flat = {n: p.detach().reshape(-1) for n, p in self._parameters.items()}
@@ -285,20 +287,9 @@ class ParameterServer:
                 client.fail(CommlibError("this worker has left after an error"))  # its threads wait for nothing more
             self._cache.close()
         try:
-            self._worker.close(flush=in_order)
+            _go(self._worker, self._embedded, self._timeout, wait=in_order)
         finally:
             self._tracer.end()
-            self._end_servers(in_order)
-
-    def _end_servers(self, in_order: bool) -> None:
-        if self._embedded is None:
-            return
-        if self._embedded.keeps and not in_order:
-            self._embedded.kill()  # nothing of the job is left without it
-            return
-        if self._embedded.keeps and not self._worker.await_end(self._timeout):
-            _log.warning("not all workers have gone for %g s; the meeting place closes", self._timeout)
-        self._embedded.close()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -308,3 +299,25 @@ class ParameterServer:
         """Options of the optimizer, where they are others than it was made with."""
         made, group = self._made_with[self._chosen[name]], self._groups[name]
         return {k: plain(group[k]) for k, v in made.items() if plain(group[k]) != v}
+
+
+def _go(worker: WorkerSession, embedded: Embedded | None, timeout: float, *, wait: bool) -> None:
+    """Leaves the job, and ends what of its servers is here; a second call does nothing.
+
+    Args:
+        worker, embedded: of one ParameterServer.
+        timeout: seconds to wait for the other workers.
+        wait: in order; not after an error, which nothing may hold up.
+    """
+    if worker.closed:
+        return
+    in_order = wait and not failing()
+    try:
+        worker.close(flush=in_order)
+    finally:
+        if embedded is not None and embedded.keeps and not in_order:
+            embedded.kill()  # nothing of the job is left without it
+        elif embedded is not None:
+            if embedded.keeps and not worker.await_end(timeout):
+                _log.warning("not all workers have gone for %g s; the meeting place closes", timeout)
+            embedded.close()

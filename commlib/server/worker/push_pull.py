@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from commlib.errors import CommlibError, PeerLost
 from commlib.groups.handshake import store_of
 from commlib.groups.process_groups import deadline
 from commlib.groups.world import World
+from commlib.runtime.exit import close_at_exit
 from commlib.runtime.layers import LayerSpec
 from commlib.runtime.optimizers import Recipe, Replace
 from commlib.server.job.chunks import Chunk
@@ -339,5 +339,5 @@ def join_servers(
         return None
     wait = deadline(group, specs[0].device).total_seconds()
     made = ServerGroup(specs, servers, group, key, world, timeout, wait)
-    weakref.finalize(owner, made.close)
+    close_at_exit(owner, lambda *, wait: made.close())
     return made

@@ -108,6 +108,11 @@ class WorkerSession:
         assert self._client is not None
         return self._client
 
+    @property
+    def closed(self) -> bool:
+        """Whether this worker has left."""
+        return self._client is None
+
     def close(self, *, flush: bool = True) -> None:
         """Leave the job: the others no longer wait for this worker. A second call does nothing.
 
@@ -117,9 +122,9 @@ class WorkerSession:
         Raises:
             CommlibError: what it pushed is not acknowledged; why.
         """
-        if self._client is None:
-            return
         client, self._client = self._client, None
+        if client is None:
+            return
         try:
             if flush:
                 client.flush()

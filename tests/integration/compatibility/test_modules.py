@@ -242,15 +242,84 @@ class Complex(nn.Module):
         return y
 
 
-def complex_one(world: World) -> str:
-    with pytest.raises(TypeError) as caught:
-        commlib.attach(DistributedDataParallel(Complex()), "onebit")
-    return str(caught.value)
+def grads_of(ddp: nn.Module) -> list[Tensor]:
+    return [p.grad for p in ddp.parameters() if p.grad is not None]
 
 
-def test_a_complex_parameter_is_refused_by_name(fleet: Fleet) -> None:
-    for said in fleet.run(2, complex_one):
-        assert "parameter 'phase' is torch.complex64" in said
+def complex_one(world: World, rule: str, options: dict[str, Any]) -> tuple[float, str]:
+    """How far the gradients of five steps are from DDP's, and the complex parameter's line of the plan."""
+    found, comm = [], None
+    for attached in (False, True):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(Complex())
+        if attached:
+            comm = commlib.attach(ddp, rule, min_size=0, **options)
+        for step in range(5):
+            ddp.zero_grad()
+            ddp(batch(world, step)[0]).square().mean().backward()
+            found.append(torch.cat([torch.view_as_real(g + 0j).reshape(-1) for g in grads_of(ddp)]))
+    plain, ours = torch.stack(found[:5]), torch.stack(found[5:])
+    off = float((ours - plain).abs().max() / plain.abs().max())
+    assert comm is not None
+    comm.close()
+    return off, str(comm.plan.layers["phase"].route)
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "bound"),
+    [
+        ("auto", {}, 0.0),
+        ("none", {}, 0.0),
+        ("none", {"check_replicas": 2}, 0.0),
+        ("factors", {}, 2e-6),
+        ("fp16:ef=off", {}, 2e-3),
+        ("onebit", {"dense_steps": 5}, 0.0),
+    ],
+    ids=str,
+)
+def test_a_complex_parameter_goes_as_its_real_and_imaginary_parts(
+    fleet: Fleet, rule: str, options: dict[str, Any], bound: float
+) -> None:
+    for off, _ in fleet.run(2, complex_one, rule, options):
+        assert off <= bound
+
+
+def detached(world: World) -> bool:
+    """Whether gradients are DDP's after :meth:`detach` of a model with a complex parameter, a hook staying in place."""
+    torch.manual_seed(0)
+    plain, ours = DistributedDataParallel(Complex()), DistributedDataParallel(Complex())
+    ours.load_state_dict(plain.state_dict())
+    comm = commlib.attach(ours, "onebit", min_size=0)
+    for ddp in (plain, ours):
+        ddp(batch(world, 0)[0]).square().mean().backward()
+    comm.detach()
+    for ddp in (plain, ours):
+        ddp.zero_grad()
+        ddp(batch(world, 1)[0]).square().mean().backward()
+    return all(map(torch.equal, grads_of(plain), grads_of(ours)))
+
+
+def test_a_complex_parameter_goes_by_ddp_again_after_detach(fleet: Fleet) -> None:
+    assert all(fleet.run(2, detached))
+
+
+def elsewhere(world: World) -> tuple[str, str]:
+    """What is refused."""
+    said = []
+    model = Complex()
+    for make in (
+        lambda: commlib.ShardedStep(model, torch.optim.SGD(model.parameters())),
+        lambda: commlib.LocalSteps(model),
+    ):
+        with pytest.raises(TypeError) as caught:
+            make()
+        said.append(str(caught.value))
+    return said[0], said[1]
+
+
+def test_sharded_steps_and_local_steps_refuse_a_complex_parameter_by_name(fleet: Fleet) -> None:
+    for said in fleet.run(2, elsewhere):
+        assert all("parameter 'phase' is torch.complex64" in s for s in said), said
 
 
 def double_residual(world: World) -> bool:

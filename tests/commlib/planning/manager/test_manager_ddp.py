@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from commlib.planning.manager.decision import Decision
 from commlib.planning.manager.measurements import Measurements
 from tests.support.rank_pool import Fleet
 from tests.support.tiers import full
-from tests.support.tiny_ddp import heard, same_everywhere, say
+from tests.support.tiny_ddp import Logged, heard, same_everywhere, say
 
 BOUND = 2e-6
 
@@ -138,15 +137,8 @@ def test_ranks_that_have_joined_come_to_the_reviews_too(fleet: Fleet) -> None:
 
 
 def clumsy(world: World) -> tuple[bool, str, list[str]]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("commlib")
-    logger.addHandler(handler)
-    try:
+    with Logged() as said:
         ours, comm = train(world, "auto", 8, Clumsy)
-    finally:
-        logger.removeHandler(handler)
     ddps, _ = train(world, None, 8)
     return torch.equal(ours, ddps), comm._manager.decision.phase, said
 
@@ -157,6 +149,33 @@ def test_a_bug_in_the_head_leaves_everything_dense_and_is_logged(fleet: Fleet) -
         assert phase == "failed"
         if rank == 0:
             assert "all layers are dense" in said[0]
+
+
+def cannot(*_: Any) -> Any:
+    raise FloatingPointError("cannot measure")
+
+
+def blind(world: World) -> tuple[bool, str, str, bool]:
+    """Rank 1 alone cannot measure."""
+    original = vars(manager)["measure_product"]
+    if world.rank == 1:
+        vars(manager)["measure_product"] = cannot
+    try:
+        with Logged() as said:
+            ours, comm = train(world, "auto", 8)
+    finally:
+        vars(manager)["measure_product"] = original
+    ddps, _ = train(world, None, 8)
+    logged = any("rank 1 cannot measure" in line for line in said)
+    return torch.equal(ours, ddps), comm._manager.decision.phase, str(comm.plan), logged
+
+
+def test_a_rank_that_cannot_measure_leaves_all_layers_dense_on_all_ranks(fleet: Fleet) -> None:
+    for rank, (equal, phase, plan, logged) in enumerate(fleet.run(2, blind)):
+        assert equal
+        assert phase == "failed"
+        assert "measuring has failed" in plan
+        assert logged == (rank == 1)
 
 
 def unlike(world: World) -> tuple[set[str], bool, float]:

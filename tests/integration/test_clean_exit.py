@@ -1,0 +1,26 @@
+"""A script that just ends, with attached models alive, ends with 0: it is not taken for a failed one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.clean_exits import ROUTES
+from tests.support.tiers import full
+
+RUNS = {"server": 3}
+
+
+@pytest.mark.parametrize("route", full(*(r for r in ROUTES if r != "ddp")))
+def test_every_process_ends_with_0(route: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.clean_exits", route, str(RUNS.get(route, 10))],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert f"{route}: 0 of" in done.stdout

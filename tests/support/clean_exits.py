@@ -1,0 +1,154 @@
+"""Clean exits: how jobs end whose script just ends, with attached models alive.
+
+    python -m tests.support.clean_exits ROUTE [RUNS]
+
+Runs a job of two ranks so many times, and prints how many of them did not end with 0. A rank is forked from this
+process, which has imported PyTorch; but it comes to the end of a script, and its interpreter is taken down as any is.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._dynamo  # an optimizer imports it
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import commlib
+from commlib.planning.manager import manager
+from tests.support.tiny_ddp import Head
+
+RANKS = 2
+MODELS = 10
+_KEPT: list[Any] = []
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(200, 310), nn.ReLU(), nn.Linear(310, 190), nn.ReLU(), nn.Linear(190, 10))
+
+
+def _step(model: Callable[..., Any], steps: int) -> None:
+    for _ in range(steps):
+        model(torch.randn(8, 200)).square().mean().backward()
+
+
+def attached(rule: str | None) -> None:
+    """Ten DDP models, some with one bucket and some with several."""
+    vars(manager)["Controller"] = lambda model: Head(model, 2)  # rows, whatever would be chosen here
+    for k in range(MODELS):
+        ddp = DistributedDataParallel(_model(), bucket_cap_mb=25 if k % 2 else 0.1)
+        if rule is not None:
+            _KEPT.append(commlib.attach(ddp, rule))
+        _KEPT.append(ddp)
+        _step(ddp, 8)
+
+
+def server() -> None:
+    """Parameter servers beside the ranks."""
+    model = _model()
+    made = commlib.ParameterServer(model, torch.optim.SGD(model.parameters(), lr=0.01), "ssp:1", "embedded")
+    _KEPT.append((model, made))
+    for _ in range(8):
+        _step(model, 1)
+        made.step()
+
+
+def local() -> None:
+    """Local steps, whose models meet."""
+    for _ in range(MODELS):
+        model = _model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        made = commlib.LocalSteps(model, "diloco", "int8", tau=2, optimizer=optimizer)
+        _KEPT.append((model, made))
+        for _ in range(5):
+            optimizer.zero_grad()
+            _step(model, 1)
+            optimizer.step()
+            made.step()
+
+
+def sharded() -> None:
+    """Models of FSDP2."""
+    for _ in range(MODELS // 2):
+        model = _model()
+        fully_shard(model)
+        _KEPT.append((model, commlib.attach(model, "int8")))
+        _step(model, 4)
+
+
+def zero() -> None:
+    """Sharded optimizers."""
+    for _ in range(MODELS // 2):
+        model = _model()
+        made = commlib.ShardedStep(model, torch.optim.SGD(model.parameters(), lr=0.01), "int8")
+        _KEPT.append((model, made))
+        for _ in range(4):
+            _step(model, 1)
+            made.step()
+
+
+ROUTES: dict[str, tuple[str, Callable[[], None]]] = {
+    "ddp": ("gloo", lambda: attached(None)),
+    **{
+        rule: ("gloo", lambda rule=rule: attached(rule))  # type: ignore[misc]
+        for rule in ("none", "onebit", "powersgd:rank=2", "factors", "owners", "auto")
+    },
+    "zmq": ("zmq", lambda: attached("onebit")),
+    "server": ("gloo", server),
+    "local": ("gloo", local),
+    "fsdp": ("gloo", sharded),
+    "zero": ("gloo", zero),
+}
+"""Route → backend, and what a rank does."""
+
+
+def rank_of_a_job(route: str, rank: int, port: int) -> None:
+    """One rank's script; the interpreter ends after it."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    backend, run = ROUTES[route]
+    dist.init_process_group(backend)
+    run()
+    if route != "server":  # the last to leave takes its servers along
+        dist.destroy_process_group()
+
+
+def job(route: str) -> list[int] | None:
+    """How each rank of one job ended, as ``os.waitstatus_to_exitcode`` has it; None in a rank, whose script is over."""
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        port = s.getsockname()[1]
+    ranks = []
+    for rank in range(RANKS):
+        pid = os.fork()
+        if pid == 0:
+            rank_of_a_job(route, rank, port)
+            return None
+        ranks.append(pid)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+
+
+def main(route: str, runs: int) -> None:
+    """Prints ``ROUTE: BAD of ALL processes``, with the exit codes of those that were bad."""
+    began, bad = time.monotonic(), list[int]()
+    for _ in range(runs):
+        codes = job(route)
+        if codes is None:
+            return
+        bad += [code for code in codes if code]
+    seconds = time.monotonic() - began
+    print(
+        f"{route}: {len(bad)} of {RANKS * runs} processes did not end with 0 {bad or ''}({seconds:.0f} s)", flush=True
+    )
+    sys.exit(bool(bad))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 1)

@@ -251,7 +251,7 @@ def complex_one(world: World, rule: str, options: dict[str, Any]) -> tuple[float
     found, comm = [], None
     for attached in (False, True):
         torch.manual_seed(0)
-        ddp = DistributedDataParallel(Complex())
+        ddp = DistributedDataParallel(Complex(), init_sync=False)  # torch 2.7 broadcasts nothing complex over Gloo
         if attached:
             comm = commlib.attach(ddp, rule, min_size=0, **options)
         for step in range(5):
@@ -287,7 +287,7 @@ def test_a_complex_parameter_goes_as_its_real_and_imaginary_parts(
 def detached(world: World) -> bool:
     """Whether gradients are DDP's after :meth:`detach` of a model with a complex parameter, a hook staying in place."""
     torch.manual_seed(0)
-    plain, ours = DistributedDataParallel(Complex()), DistributedDataParallel(Complex())
+    plain, ours = (DistributedDataParallel(Complex(), init_sync=False) for _ in range(2))
     ours.load_state_dict(plain.state_dict())
     comm = commlib.attach(ours, "onebit", min_size=0)
     for ddp in (plain, ours):

@@ -1,18 +1,20 @@
 """PyTorch's own distributed tests, on commlib: of DDP with every model attached, and of collectives over ``zmq``.
 
-    python -m tests.support.torch_suite ddp ROUTE [TEST …]            ROUTE: plain, none, auto, factors …
-    python -m tests.support.torch_suite collectives BACKEND [TEST …]  BACKEND: gloo, zmq
+    python -m tests.support.torch_suite ddp ROUTE FOLDER TEST …            ROUTE: plain, none, auto, factors …
+    python -m tests.support.torch_suite collectives BACKEND FOLDER TEST …  BACKEND: gloo, zmq
 
-Prints a line for each test: its name, a tab, and ``ok``, ``skipped: WHY`` or ``failed: WHY``. The tests are those of
-``torch.testing._internal.distributed.distributed_test``, of the PyTorch that is installed, with ranks that are forked
-from this process and on the CPU: what asks for a GPU gets none, so that those tests of DDP run, too, for which PyTorch
-wants several GPUs. A test counts as one of DDP if a plain run of it makes a DDP model without a hook of its own.
+Prints a line for each test: its name, a tab, and ``ok``, ``skipped: WHY`` or ``failed: WHY``. FOLDER gets what they
+and their ranks say, in ``said``. The tests are those of ``torch.testing._internal.distributed.distributed_test``, of
+the PyTorch that is installed, with ranks that are forked from this process and on the CPU: what asks for a GPU gets
+none, so that those tests of DDP run, too, for which PyTorch wants several GPUs. A test counts as one of DDP if a plain
+run of it makes a DDP model without a hook of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import multiprocessing
 import os
 import re
@@ -26,9 +28,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal import common_distributed
+from torch.testing._internal import common_distributed, common_utils
 
 import commlib
 
@@ -55,7 +56,7 @@ class Outcomes(unittest.TestResult):
         """Failed: the last line of the first rank's error."""
         self._said(test, f"failed: {_why(str(err[1]))}")
 
-    addError = addFailure  # noqa: N815  # unittest's name
+    addError = addFailure
 
 
 _OUT: Any = sys.stdout
@@ -72,10 +73,20 @@ def _why(text: str) -> str:
 
 def skip_none() -> None:
     """Have no test skipped for want of GPUs; before the tests are imported."""
+    theirs: Any = common_distributed
     for name in ("skip_if_lt_x_gpu", "nccl_skip_if_lt_x_gpu", "require_n_gpus_for_nccl_backend"):
-        setattr(common_distributed, name, lambda *_: lambda test: test)
-    setattr(common_distributed, "skip_if_no_gpu", lambda test: test)
-    setattr(common_distributed, "init_multigpu_helper", lambda size, _: {rank: [rank] for rank in range(size)})
+        setattr(theirs, name, lambda *_: lambda test: test)
+    theirs.skip_if_no_gpu = lambda test: test
+    theirs.init_multigpu_helper = lambda size, _: {rank: [rank] for rank in range(size)}
+    common_utils.skip_but_pass_in_sandcastle_if = _skips_if
+
+
+def _skips_if(condition: bool, reason: str) -> Callable[[Any], Any]:
+    """Gloo has learnt since what these tests say only MPI has."""
+    return _SKIPS_IF(condition and not reason.startswith("Only MPI"), reason)  # type: ignore[no-any-return]
+
+
+_SKIPS_IF: Any = common_utils.skip_but_pass_in_sandcastle_if
 
 
 def on_cpu() -> None:
@@ -83,9 +94,9 @@ def on_cpu() -> None:
     anything: Any = torch
     anything.cuda.set_device = anything.cuda.synchronize = lambda *_, **__: None
     anything.cuda.device = lambda *_: contextlib.nullcontext()
-    nn.Module.cuda = anything.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
-    for owner in (nn.Module, torch.Tensor):
-        setattr(owner, "to", functools.partialmethod(_moved, getattr(owner, "to")))
+    for owner in (anything.nn.Module, anything.Tensor):
+        owner.cuda = lambda self, *_, **__: self
+        owner.to = functools.partialmethod(_moved, owner.to)
     for name in _FACTORIES:
         setattr(torch, name, functools.partial(_made, getattr(torch, name)))
 
@@ -176,15 +187,47 @@ def run(kind: str, way: str, names: Sequence[str], marks: Path) -> None:
     attach_all(way if kind == "ddp" else "plain", marks)
     over("gloo" if kind == "ddp" else way)
     os.dup2(os.open(marks / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    for name in names or unittest.TestLoader().getTestCaseNames(tests):
+    for name in (name for name in names if hasattr(tests, name)):  # some are made for several values, by other names
         tests(name).run(Outcomes())
 
 
-def outcomes(kind: str, way: str, names: Sequence[str] = (), marks: Path | None = None) -> dict[str, str]:
-    """Name → outcome, of tests that run in a process of their own."""
+_OF_DDP = re.compile(
+    "ddp|DistributedDataParallel|grad|graph|unused|control_flow|sync_bn|SyncBatchNorm|SGD|powerSGD", re.I
+)
+"""Names of tests that may make a DDP model."""
+
+
+def compare(kind: str, first: str, others: Sequence[str]) -> tuple[int, dict[str, dict[str, str]]]:
+    """How tests end that pass in a first way, each way in a process of its own.
+
+    Returns:
+        How many pass in the first way; and for each of the other ways name → outcome of those that do not pass so.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [sys.executable, "-m", "tests.support.torch_suite", kind, way, str(marks or folder), *names]
-        done = subprocess.run(arguments, stdout=subprocess.PIPE, text=True, check=True)
+        marks = Path(folder)
+        names = [name for name in every_name() if bool(_OF_DDP.search(name)) == (kind == "ddp")]
+        passed = [name for name, how in outcomes(kind, first, names, marks).items() if how == "ok"]
+        if kind == "ddp":
+            made, hooked = ({f.stem for f in marks.glob(f"*.{mark}")} for mark in ("made", "hooked"))
+            passed = [name for name in passed if name in made - hooked]
+        ended = {way: outcomes(kind, way, passed, marks) for way in others}
+    missing = "no outcome"
+    return len(passed), {
+        way: {name: how for name in passed if (how := found.get(name, missing)) != "ok"} for way, found in ended.items()
+    }
+
+
+def every_name() -> list[str]:
+    """Names of all tests, without importing them."""
+    source = Path(str(importlib.util.find_spec("torch.testing").submodule_search_locations[0]))  # type: ignore[union-attr, index]
+    text = (source / "_internal" / "distributed" / "distributed_test.py").read_text()
+    return re.findall(r"^        def (test_\w+)\(", text, re.M)
+
+
+def outcomes(kind: str, way: str, names: Sequence[str], marks: Path) -> dict[str, str]:
+    """Name → outcome, of tests that run in a process of their own."""
+    arguments = [sys.executable, "-m", "tests.support.torch_suite", kind, way, str(marks), *names]
+    done = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
     return dict(line.split("\t", 1) for line in done.stdout.splitlines() if "\t" in line)
 
 

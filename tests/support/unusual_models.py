@@ -581,3 +581,12 @@ CASES = {
     "an LSTM": Case(Recurrent),
     "a subclass of nn.Linear": Case(with_subclass),
 }
+
+
+def page() -> str:
+    """The part of docs/compatibility.md that is made of this table: ``python -m tests.support.unusual_models``."""
+    return "\n".join(f"- {name}" for name in CASES)
+
+
+if __name__ == "__main__":
+    print(page())

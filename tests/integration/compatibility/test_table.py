@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import unusual_models
+
 pytestmark = pytest.mark.checkout
 
 HERE = Path(__file__).parent
@@ -40,3 +42,7 @@ def test_every_promise_tested_here_is_on_the_page() -> None:
     assert tests - set(NAMED) <= {
         "test_optimizers.py::test_the_hook_of_optimizers_in_the_backward_pass_is_known_by_its_name"
     }
+
+
+def test_the_list_of_unusual_models_is_that_of_the_tests() -> None:
+    assert f"\n\n{unusual_models.page()}\n\n" in PAGE.read_text()

@@ -1,0 +1,99 @@
+"""Cost of what keeps rows honest: the proof before they are used, and the sample of ``verify=`` afterwards.
+
+    python -m tests.support.verify_cost [RATE]
+
+Trains a fully connected net of 8.4 million parameters on two ranks, each of which may send at RATE (``limit=``, by
+default 200 Mbit/s). Prints, on rank 0, what a step of proof takes beside dense ones, and what a verified step takes
+beside others, in turn; medians.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commlib
+
+RANKS, WIDTH, BATCH, STEPS = 2, 2048, 32, 20
+
+
+def _model() -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)))
+
+
+def _step(ddp: nn.Module) -> float:
+    """Seconds of a step."""
+    x = torch.randn(BATCH, WIDTH)
+    began = time.perf_counter()
+    ddp.zero_grad()
+    ddp(x).square().mean().backward()
+    return time.perf_counter() - began
+
+
+def proof(rate: str) -> str:
+    """What the manager's step of proof takes."""
+    ddp = _model()
+    comm = commlib.attach(ddp, limit=rate)
+    times: dict[str, list[float]] = {}
+    for _ in range(100):
+        phase = comm._manager.decision.phase if comm._manager is not None else ""
+        times.setdefault(phase, []).append(_step(ddp))
+        if comm.settled:
+            break
+    comm.close()
+    if "proof" not in times:
+        return "no layer went by rows"
+    dense, proved = statistics.median(times["watch"]), sum(times["proof"])
+    count = len(times["proof"])
+    return (
+        f"{count} step(s) of proof: {proved:.3f} s, {proved / dense - count:.2f} dense steps more than as many of them"
+    )
+
+
+def sample(rate: str, rule: str) -> str:
+    """What a verified step takes."""
+    models, comms = [_model(), _model()], []
+    for ddp, verify in zip(models, (0, 1), strict=True):
+        comms.append(commlib.attach(ddp, rule, limit=rate, verify=verify))
+    times = [[_step(ddp) for ddp in models] for _ in range(STEPS)][2:]
+    for comm in comms:
+        comm.close()
+    plain, verified = (statistics.median(column) for column in zip(*times, strict=True))
+    share = (verified / plain - 1) / 10_000
+    return f"{rule}: a step {plain:.3f} s, verified {verified:.3f} s; one in 10,000 of them adds {share:.4%}"
+
+
+def _rank(rank: int, port: int, rate: str) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    said = [proof(rate), *(sample(rate, rule) for rule in ("factors", "owners", "onebit"))]
+    if rank == 0:
+        print("\n".join(said), flush=True)
+    dist.destroy_process_group()
+
+
+def main(rate: str) -> None:
+    """Forks the ranks."""
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        port = s.getsockname()[1]
+    pids = []
+    for rank in range(RANKS):
+        if (pid := os.fork()) == 0:
+            _rank(rank, port, rate)
+            return
+        pids.append(pid)
+    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "200mbit")

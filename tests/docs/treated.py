@@ -58,6 +58,8 @@ CUT = {
     r"python (-P )?-m commlib$": "doctor --no-selftest",
     r"python -m commlib\.bench\.chaos": "--runs 1 --seed 1",
     r"python -m tests\.support\.steady": "--runs 0",
+    r"python -m tests\.support\.unusual_models": "",
+    r"python -m tests\.support\.verify_cost": "--steps 3 --width 64",
     r"python -m tests\.support\.mutants": "commlib/messaging/frame.py",
     r"python -m pytest ": "-n 0 --collect-only -q",
     r"python -m pytest .*-m gpu": "tests/compressors/kernels",

@@ -1,19 +1,21 @@
 """Cost of what keeps rows honest: the proof before they are used, and the sample of ``verify=`` afterwards.
 
-    python -m tests.support.verify_cost [RATE]
+    python -m tests.support.verify_cost [RATE] [--steps N] [--width N]
 
-Trains a fully connected net of 8.4 million parameters on two ranks, each of which may send at RATE (``limit=``, by
-default 200 Mbit/s). Prints, on rank 0, what a step of proof takes beside dense ones, and what a verified step takes
+Trains two square layers, by default of 8.4 million parameters in all, on two ranks, each of which may send at RATE, by
+default 200 Mbit/s. Prints, on rank 0, what a step of proof takes beside dense ones, and what a verified step takes
 beside others, in turn; medians.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import statistics
 import sys
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,26 +24,26 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlib
 
-RANKS, WIDTH, BATCH, STEPS = 2, 2048, 32, 20
+RANKS, BATCH = 2, 32
 
 
-def _model() -> DistributedDataParallel:
+def _model(width: int) -> DistributedDataParallel:
     torch.manual_seed(0)
-    return DistributedDataParallel(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)))
+    return DistributedDataParallel(nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)))
 
 
-def _step(ddp: nn.Module) -> float:
+def _step(ddp: Any) -> float:
     """Seconds of a step."""
-    x = torch.randn(BATCH, WIDTH)
+    x = torch.randn(BATCH, ddp.module[0].in_features)
     began = time.perf_counter()
     ddp.zero_grad()
     ddp(x).square().mean().backward()
     return time.perf_counter() - began
 
 
-def proof(rate: str) -> str:
+def proof(rate: str, width: int) -> str:
     """What the manager's step of proof takes."""
-    ddp = _model()
+    ddp = _model(width)
     comm = commlib.attach(ddp, limit=rate)
     times: dict[str, list[float]] = {}
     for _ in range(100):
@@ -59,12 +61,12 @@ def proof(rate: str) -> str:
     )
 
 
-def sample(rate: str, rule: str) -> str:
+def sample(rate: str, width: int, steps: int, rule: str) -> str:
     """What a verified step takes."""
-    models, comms = [_model(), _model()], []
+    models, comms = [_model(width), _model(width)], []
     for ddp, verify in zip(models, (0, 1), strict=True):
         comms.append(commlib.attach(ddp, rule, limit=rate, verify=verify))
-    times = [[_step(ddp) for ddp in models] for _ in range(STEPS)][2:]
+    times = [[_step(ddp) for ddp in models] for _ in range(steps)][2:]
     for comm in comms:
         comm.close()
     plain, verified = (statistics.median(column) for column in zip(*times, strict=True))
@@ -72,28 +74,34 @@ def sample(rate: str, rule: str) -> str:
     return f"{rule}: a step {plain:.3f} s, verified {verified:.3f} s; one in 10,000 of them adds {share:.4%}"
 
 
-def _rank(rank: int, port: int, rate: str) -> None:
+def _rank(rank: int, port: int, given: argparse.Namespace) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    said = [proof(rate), *(sample(rate, rule) for rule in ("factors", "owners", "onebit"))]
+    said = [proof(given.rate, given.width)]
+    said += [sample(given.rate, given.width, given.steps, rule) for rule in ("factors", "owners", "onebit")]
     if rank == 0:
         print("\n".join(said), flush=True)
     dist.destroy_process_group()
 
 
-def main(rate: str) -> None:
+def main() -> None:
     """Forks the ranks."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("rate", nargs="?", default="200mbit", help="what each rank may send")
+    parser.add_argument("--steps", type=int, default=20, help="of each model; the first two are not counted")
+    parser.add_argument("--width", type=int, default=2048, help="of the layers")
+    given = parser.parse_args()
     with socket.create_server(("127.0.0.1", 0)) as s:
         port = s.getsockname()[1]
     pids = []
     for rank in range(RANKS):
         if (pid := os.fork()) == 0:
-            _rank(rank, port, rate)
+            _rank(rank, port, given)
             return
         pids.append(pid)
     sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "200mbit")
+    main()

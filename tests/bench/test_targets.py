@@ -21,7 +21,7 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, {folder!r})
 from commlib.bench.targets import place
-from test_place import add_up
+from test_targets import add_up
 with place(None, None, None) as p:
     result = (p.run(add_up, (1,)), p.facts()["ranks"])
 Path({out!r}, os.environ["RANK"]).write_text(repr(result))

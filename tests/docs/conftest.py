@@ -22,7 +22,7 @@ gpt = lambda: nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 100))
 few = lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
 """
 
-OF_THE_CHECKOUT = re.compile(r"make |pip |python (tests/|.*-m (pytest|commlib)\b)")
+OF_THE_CHECKOUT = re.compile(r"make |pip |python (tests/|.*-m (pytest|commlib|tests)\b)")
 """What a reader runs in the checkout; all else he does in a folder of his own."""
 
 

@@ -12,7 +12,8 @@ import pytest
 
 _SOURCE = Path(__file__).parents[2] / "examples" / "plugin"
 _USE = """
-from commlib import registry, testing
+from commlib import testing
+from commlib.codecs import registry
 codec = registry.make("clip8")
 assert type(codec.inner).__module__ == "commlib_clip8", codec
 testing.check_compressor("clip8")

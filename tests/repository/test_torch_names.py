@@ -18,7 +18,6 @@ def test_the_record_is_of_the_torch_that_is_promised() -> None:
     assert torch_names.RECORD.name == f"torch_{oldest}.txt"
 
 
-@pytest.mark.full
 def test_every_name_of_torch_was_there_in_the_oldest_torch() -> None:
     record = torch_names.recorded()
     unknown = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from torch.func import functional_call, jvp, vmap
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import weight_norm
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -502,6 +504,8 @@ def changed_weight(ddp: Any, x: Tensor, rank: int) -> None:
 
 
 UNUSED = {"find_unused_parameters": True}
+_KNOWN = inspect.signature(DistributedDataParallel).parameters
+SKIPPED = {"skip_all_reduce_unused_params": True} if "skip_all_reduce_unused_params" in _KNOWN else {}  # torch 2.7
 CASES = {
     "plain": Case(net()),
     "without biases": Case(net(bias=False)),
@@ -556,9 +560,7 @@ CASES = {
     "inputs of all shapes": Case(net(shapes)),
     "outputs changed in place": Case(net(in_place)),
     "an output that the loss does not use": Case(net(unused_output), first_only, UNUSED),
-    "an output that is not used, skipped by DDP": Case(
-        net(unused_output), first_only, {**UNUSED, "skip_all_reduce_unused_params": True}
-    ),
+    "an output that is not used, skipped by DDP": Case(net(unused_output), first_only, UNUSED | SKIPPED),
     "a layer that one rank does not use": Case(net(one_rank_only), ddp=UNUSED),
     "other numbers of calls on other ranks": Case(net(calls_by_rank)),
     "a static graph": Case(net(many_times), ddp={"static_graph": True}),

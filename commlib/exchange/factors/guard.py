@@ -66,6 +66,12 @@ def parameter_refusal(leaves: Sequence[nn.Parameter]) -> str:
     return ""
 
 
+def may_be_called_again() -> bool:
+    """Whether a call that is made now may be made once more in the backward pass, as checkpoints do."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # nobody knows in torch 2.7
+    return top is None or top(False) is not None
+
+
 def watched(p: Any) -> bool:
     """Whether a hook on a parameter, other than the tap's, sees and may change its local gradient."""
     return len(p._backward_hooks or ()) > 1 or others_post_accumulate(p) or hasattr(p, "_in_backward_optimizers")
@@ -82,6 +88,28 @@ def node_hooks(p: nn.Parameter) -> list[HookTable]:
     for handle in handles:
         handle.remove()
     return [handle.hooks_dict_ref for handle in handles]
+
+
+_MARK = "commlib"
+
+
+def mark_node(p: nn.Parameter) -> object:
+    """Mark of the node that accumulates a parameter's gradient; the same again if it has one.
+
+    ``p.data = …`` with values of another type gives the parameter another node, of which DDP does not know.
+    """
+    return _metadata(p).setdefault(_MARK, object())
+
+
+def marked(p: nn.Parameter) -> object:
+    """Mark of the node that a parameter has now; None if it has none."""
+    return _metadata(p).get(_MARK)
+
+
+def _metadata(p: nn.Parameter) -> dict[str, object]:
+    node: Any = torch.autograd.graph.get_gradient_edge(p).node
+    found: dict[str, object] = node.metadata
+    return found
 
 
 def _no_hook(*_: object) -> None:

@@ -17,7 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from commlib.exchange.factors.guard import HookTable, call_refusal, node_hooks, parameter_refusal
+from commlib.exchange.factors.guard import (
+    HookTable,
+    call_refusal,
+    mark_node,
+    marked,
+    may_be_called_again,
+    node_hooks,
+    parameter_refusal,
+)
 from commlib.exchange.factors.retained import RetainedInput, has_gradient
 from commlib.runtime.autograd import at_end_of_backward, untraced
 
@@ -25,6 +33,7 @@ _BREAK = (
     "commlib catches this layer's rows in Python, by its route: for a graph without this break give it another, "
     'as commlib.attach(ddp, "none")'
 )
+_MOVED = "it was moved to another dtype or device after DDP was made, which does not see its gradient any more"
 _log = logging.getLogger("commlib")
 Rows = tuple[Tensor, Tensor]
 """(K, M) inputs and (K, N) output gradients, in one dtype."""
@@ -87,6 +96,7 @@ class Tap:
         self._zero = torch.zeros((), dtype=torch.float32, device=module.weight.device)
         self._hooks: list[Any] = []
         self._node_hooks: list[HookTable] = []
+        self._nodes: list[object] = []  # marks on the nodes that DDP knows
         self._kept = RetainedInput(self.leaves)
         self._own: dict[int, list[Tensor]] = {}  # products of the rows, where it is proving; by parameter
         self.grad_is_rows = False  # what grad has already is made of the rows that are kept
@@ -96,6 +106,7 @@ class Tap:
         """Look at all gradient of the layer's parameters; more than once does no harm."""
         if not self._hooks:
             self._node_hooks = [table for p in self.leaves for table in node_hooks(p)]
+            self._nodes = [mark_node(p) for p in self.leaves]
             watch, parameters = untraced(Tap._watch), list[Any](self.leaves)
             self._hooks = [p.register_hook(functools.partial(watch, self, i)) for i, p in enumerate(parameters)]
 
@@ -109,6 +120,10 @@ class Tap:
     def node_watched(self) -> bool:
         """Whether a hook on the node that accumulates a parameter's gradient sees and may change it."""
         return any(table() for table in self._node_hooks)
+
+    def _replaced(self) -> bool:
+        """Whether a parameter has another node than the one that DDP waits for."""
+        return any(marked(p) is not mark for p, mark in zip(self.leaves, self._nodes, strict=True))
 
     @property
     def enabled(self) -> bool:
@@ -140,7 +155,7 @@ class Tap:
 
     def take(self) -> list[Rows]:
         """Take what was caught; the tap is empty then."""
-        if self._kept.waiting:  # no row has come in this pass, and grad goes out as it is
+        if self._kept.waiting or self._kept.under_way:  # no row has left in this pass, and grad goes out as it is
             self._drop()
         rows, self._rows = self._rows, []
         self._kept.forget()
@@ -179,7 +194,7 @@ class Tap:
             self.why = self._refused or self.why
         if not on or self._refused:
             return False
-        self.again |= torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        self.again |= may_be_called_again()
         self._calls += 1
         return True
 
@@ -189,10 +204,12 @@ class Tap:
             return "another DDP model reduces a parameter of it, too"
         if self.node_watched():
             return "a hook on the node that accumulates a parameter's gradient sees it"
-        if x is None:
-            return parameter_refusal(self.leaves)
         try:
-            return call_refusal(x, self.module, self.leaves, self._owner.ddp)
+            if x is None:
+                found = parameter_refusal(self.leaves)
+            else:
+                found = call_refusal(x, self.module, self.leaves, self._owner.ddp)
+            return found or (_MOVED if self._replaced() else "")
         except Exception:
             _log.warning("layer %s goes as dense gradient: its call was not understood", self.name, exc_info=True)
             self.shared = True

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import faulthandler
 import gc
 import importlib
 import io
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -73,6 +75,12 @@ class Fleet:
             PIDS.add(str(process.pid))
             self._ranks.append((process, ours))
 
+    def _where(self, rank: int) -> str:
+        """What a rank does that is not done in time: its threads' stacks, among the last words of all."""
+        os.kill(self._ranks[rank][0].pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return f"not done by the deadline; last words of all ranks:\n{forked_ranks.printed()}"
+
     def _collect(self, size: int, end: float) -> list[Any]:
         pipes: dict[Any, int] = {self._ranks[r][1]: r for r in range(size)}
         results: dict[int, Any] = {}
@@ -80,7 +88,7 @@ class Fleet:
         while pipes:
             ready = wait(list(pipes), timeout=max(0.0, end - time.monotonic()))
             if not ready:
-                errors.update(dict.fromkeys(pipes.values(), "not done by the deadline"))
+                errors.update({rank: self._where(rank) for rank in pipes.values()})
                 break
             for pipe in ready:
                 rank = pipes.pop(pipe)
@@ -102,6 +110,7 @@ def nothing(world: World) -> None:
 
 
 def _serve(pipe: Connection) -> None:
+    faulthandler.register(signal.SIGUSR1)
     before = dict(os.environ)
     gc.freeze()  # PyTorch's modules need no looking through after each job
     warnings.simplefilter("ignore")

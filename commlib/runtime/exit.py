@@ -43,7 +43,10 @@ def close_at_exit(owner: object, close: Close) -> None:
 
 
 def failing() -> bool:
-    """Whether the process ends by an error that nobody has caught: then nothing may hold it up for long."""
+    """Whether a process that is at its end, ends by an error that nobody has caught: then nothing may hold it up long.
+
+    Of no meaning before the end: an interactive session goes on after such errors.
+    """
     return hasattr(sys, "last_value")
 
 

@@ -8,8 +8,6 @@ process, which has imported PyTorch; but it comes to the end of a script, and it
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlib
 from commlib.planning.manager import manager
+from tests.support import script_ranks
 from tests.support.tiny_ddp import Head
 
 RANKS = 2
@@ -110,9 +109,8 @@ ROUTES: dict[str, tuple[str, Callable[[], None]]] = {
 """Route → backend, and what a rank does."""
 
 
-def rank_of_a_job(route: str, rank: int, port: int) -> None:
+def script(route: str) -> None:
     """One rank's script; the interpreter ends after it."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     backend, run = ROUTES[route]
     dist.init_process_group(backend)
@@ -121,25 +119,11 @@ def rank_of_a_job(route: str, rank: int, port: int) -> None:
         dist.destroy_process_group()
 
 
-def job(route: str) -> list[int] | None:
-    """How each rank of one job ended, as ``os.waitstatus_to_exitcode`` has it; None in a rank, whose script is over."""
-    with socket.create_server(("127.0.0.1", 0)) as s:
-        port = s.getsockname()[1]
-    ranks = []
-    for rank in range(RANKS):
-        pid = os.fork()
-        if pid == 0:
-            rank_of_a_job(route, rank, port)
-            return None
-        ranks.append(pid)
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
-
-
 def main(route: str, runs: int) -> None:
     """Prints ``ROUTE: BAD of ALL processes``, with the exit codes of those that were bad."""
     began, bad = time.monotonic(), list[int]()
     for _ in range(runs):
-        codes = job(route)
+        codes = script_ranks.run(RANKS, lambda _: script(route))
         if codes is None:
             return
         bad += [code for code in codes if code]

@@ -10,8 +10,6 @@ beside others, in turn; medians.
 from __future__ import annotations
 
 import argparse
-import os
-import socket
 import statistics
 import sys
 import time
@@ -23,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
+from tests.support import script_ranks
 
 RANKS, BATCH = 2, 32
 
@@ -74,8 +73,7 @@ def sample(rate: str, width: int, steps: int, rule: str) -> str:
     return f"{rule}: a step {plain:.3f} s, verified {verified:.3f} s; one in 10,000 of them adds {share:.4%}"
 
 
-def _rank(rank: int, port: int, given: argparse.Namespace) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def _script(rank: int, given: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     said = [proof(given.rate, given.width)]
@@ -92,15 +90,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="of each model; the first two are not counted")
     parser.add_argument("--width", type=int, default=2048, help="of the layers")
     given = parser.parse_args()
-    with socket.create_server(("127.0.0.1", 0)) as s:
-        port = s.getsockname()[1]
-    pids = []
-    for rank in range(RANKS):
-        if (pid := os.fork()) == 0:
-            _rank(rank, port, given)
-            return
-        pids.append(pid)
-    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids))
+    codes = script_ranks.run(RANKS, lambda rank: _script(rank, given))
+    if codes is not None:
+        sys.exit(max(codes))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ _BREAK = (
     "commlib catches this layer's rows in Python, by its route: for a graph without this break give it another, "
     'as commlib.attach(ddp, "none")'
 )
-_MOVED = "it was moved to another dtype or device after DDP was made, which does not see its gradient any more"
+_UNKNOWN = "DDP waits for no gradient of it: it was frozen when DDP was made, or moved to another dtype or device since"
 _log = logging.getLogger("commlib")
 Rows = tuple[Tensor, Tensor]
 """(K, M) inputs and (K, N) output gradients, in one dtype."""
@@ -209,7 +209,7 @@ class Tap:
                 found = parameter_refusal(self.leaves)
             else:
                 found = call_refusal(x, self.module, self.leaves, self._owner.ddp)
-            return found or (_MOVED if self._replaced() else "")
+            return found or (_UNKNOWN if self._replaced() else "")
         except Exception:
             _log.warning("layer %s goes as dense gradient: its call was not understood", self.name, exc_info=True)
             self.shared = True

@@ -159,7 +159,7 @@ class ParameterServer:
         self._syncer = ParamSync(model, self._parameters, chunks, client, self._options, own, self._scaled, self._cache)
         self._tracer = Tracer(model, self._worker.id, self._syncer, self._worker.client.flights)
         self._guard = StepGuard(self._optimizer)
-        close_at_exit(self, functools.partial(_go, self._worker, self._embedded, self._timeout))
+        close_at_exit(self, functools.partial(_go_at_exit, self._worker, self._embedded, self._timeout))
         try:
             if self._worker.first:
                 flat = {n: p.detach().reshape(-1) for n, p in self._parameters.items()}
@@ -311,13 +311,17 @@ def _go(worker: WorkerSession, embedded: Embedded | None, timeout: float, *, wai
     """
     if worker.closed:
         return
-    in_order = wait and not failing()
     try:
-        worker.close(flush=in_order)
+        worker.close(flush=wait)
     finally:
-        if embedded is not None and embedded.keeps and not in_order:
+        if embedded is not None and embedded.keeps and not wait:
             embedded.kill()  # nothing of the job is left without it
         elif embedded is not None:
             if embedded.keeps and not worker.await_end(timeout):
                 _log.warning("not all workers have gone for %g s; the meeting place closes", timeout)
             embedded.close()
+
+
+def _go_at_exit(worker: WorkerSession, embedded: Embedded | None, timeout: float, *, wait: bool) -> None:
+    """Leaves as :func:`_go`, but not in order where the process ends by an error."""
+    _go(worker, embedded, timeout, wait=wait and not failing())

@@ -111,7 +111,7 @@ _PARTING_S = 10.0
 
 
 def job_of(specs: Sequence[LayerSpec], servers: Servers, world: int, shards: int) -> ServerJob:
-    """What the members agree on: sums of these layers.
+    """Job that the members agree on: sums of these layers.
 
     Each layer has a recipe of its own, so that none shares a chunk with another: they may be in different buckets.
     """
@@ -209,9 +209,12 @@ class ServerGroup:
         out[chunk.pieces[0].begin : chunk.pieces[0].end].copy_(values)
 
     def trial(self, nbytes: int) -> tuple[int, Callable[[], None]]:
-        """What measures the way: about so many bytes of zeros there and back, and how many they are. Collective.
+        """Trial of the way to the servers: about ``nbytes`` bytes of zeros there and back. Collective.
 
         Only while nothing else is under way. The chunks are spread over the model, for so they are over the shards.
+
+        Returns:
+            The bytes that they really are, and a function that pushes and pulls them once.
         """
         every = [chunk for chunks in self._chunks.values() for chunk in chunks]
         total = sum(chunk.nbytes for chunk in every)

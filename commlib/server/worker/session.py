@@ -104,7 +104,7 @@ class WorkerSession:
 
     @property
     def client(self) -> ClientNode:
-        """What pushes and pulls."""
+        """Client by which this worker pushes and pulls; only until it has left."""
         assert self._client is not None
         return self._client
 

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlib
 from commlib.groups.world import World
+from commlib.server.worker import parameter_server
 from tests.support.rank_pool import Fleet
 from tests.support.server_cluster import HANG_S, Cluster
 from tests.support.tiers import full
@@ -444,3 +445,26 @@ def test_as_a_sum_steps_are_as_many_times_as_large_as_there_are_workers() -> Non
         total = cluster.train(functools.partial(worker, mean=False))[0]
     for start, a, b in zip(state(make()), mean, total, strict=True):
         torch.testing.assert_close(b - start, 2 * (a - start), rtol=1e-3, atol=1e-6)
+
+
+class Leaving:
+    """Session that notes how it is closed."""
+
+    def __init__(self) -> None:
+        self.closed, self.flushed = False, list[bool]()
+
+    def close(self, *, flush: bool) -> None:
+        self.flushed.append(flush)
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_an_error_before_makes_no_close_hasty_but_that_at_the_end_of_the_process(
+    failed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("sys.last_value", raising=False)
+    if failed:  # as in an interactive session, which goes on
+        monkeypatch.setattr("sys.last_value", ValueError(), raising=False)
+    session: Any = Leaving()
+    parameter_server._go(session, None, 1.0, wait=True)
+    parameter_server._go_at_exit(session, None, 1.0, wait=True)
+    assert session.flushed == [True, not failed]

@@ -11,7 +11,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-steady test-torch test-mutants chaos fuzz lint docs bench wheel-test test-torch27 spark clean types
+.PHONY: help demo test test-all gpu test-steady test-torch test-mutants chaos fuzz lint docs bench wheel-test test-torch27 spark clean types
 
 # Where Python may keep no bytecode every process compiles commlib anew: half of what it takes to import it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -35,6 +35,9 @@ test-all: $(READY)  ## all tests there are, half an hour; hypothesis searches an
 
 test-steady: $(READY)  ## the fast tier ten times while other processes want the cores: is a test ever red by chance?
 	$(BIN)/python -m tests.support.steady --workers $(WORKERS) $(ARGS)
+
+gpu: $(READY)  ## all that only a GPU can tell, in some minutes; without one, what can run on the CPU
+	$(BIN)/commlib bench gpu $(ARGS)
 
 test-torch: $(READY)  ## PyTorch's own tests of DDP, with every model attached, and of collectives, over zmq
 	$(PYTEST) tests/integration/test_torch_suite.py $(ARGS)

@@ -6,6 +6,7 @@ import typer
 
 from commlib.bench.codec.command import codec
 from commlib.bench.exchange.command import exchange
+from commlib.bench.gpu.command import gpu
 from commlib.bench.lab.command import lab
 from commlib.bench.link.command import link
 from commlib.bench.report.command import report
@@ -31,6 +32,7 @@ app.command("link", short_help="Every collective by message size, against the ra
 app.command("codec", short_help="Speed, error and size of codecs on one gradient.")(codec)
 app.command("exchange", short_help="Every exchange × codec at the layers of a real model.")(exchange)
 app.command("train", short_help="Would it help here? DDP, PyTorch's hooks and ours in turn.")(train)
+app.command("gpu", short_help="All that only a GPU can tell, in some minutes.")(gpu)
 app.command("server", short_help="Steps with a parameter server, against the line.")(server)
 app.command("report", short_help="Saved figures as one HTML page, with a verdict.")(report)
 app.command("compare", short_help="Two saved runs as ratios.")(compare)

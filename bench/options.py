@@ -11,7 +11,7 @@ from commlib.errors import unknown
 from commlib.exchange.rate_limit import RateLimit
 
 _BACKENDS = ("gloo", "nccl", "zmq")
-_WHICH = "gloo, zmq, or nccl with a GPU for each rank."
+_WHICH = "gloo, zmq, or nccl, where ranks may share a GPU."
 
 
 def _known(backend: str) -> str:

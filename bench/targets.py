@@ -12,11 +12,11 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 
 from commlib.bench.lab import Lab, parse_rate
 from commlib.bench.lab.network_commands import show_rate
+from commlib.bench.launch.gpus import visible
 from commlib.bench.launch.processes import run_ranks
 
 OnMessage = Callable[[int, Any], None]
@@ -133,15 +133,12 @@ def check_peers(where: Target, backend: str) -> None:
     """Whether ranks can exchange anything there with this backend.
 
     Raises:
-        ValueError: a single rank, or NCCL without a GPU for each rank of this machine.
+        ValueError: a single rank, or NCCL without a GPU. Ranks may share one (:mod:`commlib.bench.launch.gpus`).
     """
     if where.world_size < 2:
         raise ValueError("one rank exchanges nothing: it takes --ranks 2, or more")
-    if backend == "nccl":
-        here = where.world_size if where.launches else int(os.environ.get("LOCAL_WORLD_SIZE", where.world_size))
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if gpus < here:
-            raise ValueError(f"nccl takes a GPU for each rank: {here} ranks here and {gpus} GPUs; use --backend gloo")
+    if backend == "nccl" and visible() == 0:
+        raise ValueError("nccl needs a GPU, and PyTorch sees none here; use --backend gloo")
 
 
 @contextlib.contextmanager

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import gc
-import os
 import time
 
-import torch
 import torch.distributed as dist
 
 from commlib.bench.launch.child import tell
+from commlib.bench.launch.gpus import take_gpu
 from commlib.bench.link.worker import measure_line
 from commlib.messaging.throughput import Stream
 
@@ -66,9 +65,7 @@ def main(job: ExchangeJob) -> ExchangeOutcome:
         CommlibError: a rank was lost, or the exchange of a pair failed half-way: then the ranks are out of step.
     """
     if job.backend == "nccl":
-        device = f"cuda:{int(os.environ['LOCAL_RANK'])}"
-        torch.cuda.set_device(device)
-        job = dataclasses.replace(job, setting=dataclasses.replace(job.setting, device=device))
+        job = dataclasses.replace(job, setting=dataclasses.replace(job.setting, device=str(take_gpu())))
     dist.init_process_group(job.backend, timeout=_PATIENCE)
     gc.freeze()  # what is there before any visit needs no looking through after each
     began = time.monotonic()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from commlib.bench.launch.child import tell
+from commlib.bench.launch.gpus import take_gpu, visible
 from commlib.errors import CommlibError, unknown
 from commlib.groups.handshake import store_of
 from commlib.groups.world import World
@@ -119,7 +119,7 @@ def main(settings: LinkSettings) -> LinkMeasured:
         CommlibError: a collective gave wrong values, or a rank is gone.
     """
     if "nccl" in settings.backends:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        take_gpu()
     first, *others = settings.backends
     _make(first, lambda: dist.init_process_group(first, timeout=_TIMEOUT))
     groups = {first: dist.group.WORLD}
@@ -265,15 +265,14 @@ def choose(names: Sequence[str], ranks_here: int) -> tuple[str, ...]:
         ranks_here: ranks on this machine.
 
     Raises:
-        ValueError: a name that is not known, or NCCL without the GPUs.
+        ValueError: a name that is not known, or NCCL without a GPU.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    there = known()
+    gpus, there = visible(), known()
     for name in names:
         if name not in there:
             raise ValueError(unknown("backend", name, there))
-        if name == "nccl" and gpus < ranks_here:
-            raise ValueError(f"backend nccl needs a GPU for each of {ranks_here} ranks here, and torch sees {gpus}")
+        if name == "nccl" and gpus == 0:
+            raise ValueError("backend nccl needs a GPU, and PyTorch sees none here; use --backend gloo")
     if names:
         return tuple(dict.fromkeys(names))
     enough = {"gloo": True, "nccl": gpus >= ranks_here}

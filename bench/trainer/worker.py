@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from commlib.bench.launch.child import tell
+from commlib.bench.launch.gpus import take_gpu, visible
 from commlib.bench.launch.processes import cores
 
 from .ddp_run import DdpRun
@@ -49,7 +50,7 @@ def main(settings: TrainSettings) -> dict[str, Any]:
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same bits in every run
         torch.backends.cudnn.deterministic = True
-        torch.cuda.set_device(device)
+        take_gpu()
     if settings.limit is not None and device.type != "cpu":
         raise BadInput("--limit is kept on the host, for gradients on the CPU: add --device cpu, or leave it out")
     task = load_task(settings.task, settings.data, settings.hidden).to(device)
@@ -85,17 +86,17 @@ def place(device: str, local_rank: int, local_ranks: int) -> tuple[torch.device,
     """The device and the backend of a rank.
 
     ``auto`` takes CUDA with NCCL where every rank of this machine finds a GPU of its own, else the CPU with
-    Gloo. ``cuda`` with more ranks than GPUs shares them, over Gloo: NCCL wants one GPU a rank.
+    Gloo. ``cuda`` with more ranks than GPUs shares them (:mod:`commlib.bench.launch.gpus`).
 
     Raises:
         BadInput: ``cuda`` without a GPU.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = visible()
     if device == "cuda" and gpus == 0:
         raise BadInput("--device cuda: torch sees no GPU here; use --device cpu")
     if device == "cpu" or gpus == 0 or (device == "auto" and local_ranks > gpus):
         return torch.device("cpu"), "gloo"
-    return torch.device("cuda", local_rank % gpus), "nccl" if local_ranks <= gpus else "gloo"
+    return torch.device("cuda", local_rank % gpus), "nccl" if dist.is_nccl_available() else "gloo"
 
 
 def _kind(comm: str) -> type[DdpRun]:

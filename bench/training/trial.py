@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import gc
-import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from commlib.bench.launch.child import tell
+from commlib.bench.launch.gpus import take_gpu
 from commlib.bench.results.record import levels_of
 from commlib.bench.results.socket_counters import SocketCounters, traffic
 from commlib.ddp.state import HookState
@@ -193,9 +193,5 @@ def short(error: BaseException) -> str:
 
 
 def device_of(backend: str) -> torch.device:
-    """Where this rank's model lives: the CPU with Gloo, a GPU of its own with NCCL."""
-    if backend != "nccl":
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    return device
+    """Where this rank's model lives: the CPU with Gloo, a GPU with NCCL."""
+    return take_gpu() if backend == "nccl" else torch.device("cpu")

@@ -169,7 +169,7 @@ def test_a_slip_is_named(args: list[str], said: str) -> None:
         run(*args)
 
 
-def test_nccl_wants_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_wants_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ValueError, match="3 ranks here and 0 GPUs; use --backend gloo"):
+    with pytest.raises(ValueError, match="nccl needs a GPU, and PyTorch sees none here; use --backend gloo"):
         run("--backend", "nccl", "--ranks", "3")

@@ -158,7 +158,7 @@ def test_nccl_without_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("commlib.bench.link.worker.known", lambda: ["gloo", "nccl"])
     assert choose([], 2) == ("gloo",)
-    with pytest.raises(ValueError, match="needs a GPU for each of 2 ranks here, and torch sees 0"):
+    with pytest.raises(ValueError, match="nccl needs a GPU, and PyTorch sees none here; use --backend gloo"):
         choose(["nccl"], 2)
 
 

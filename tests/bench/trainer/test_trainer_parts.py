@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from commlib.bench.launch.processes import run_ranks
 from commlib.bench.trainer import report
@@ -116,8 +117,11 @@ def test_no_gpu_is_no_surprise(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     assert place("auto", 1, 2) == (torch.device("cuda", 1), "nccl")
     assert place("auto", 1, 4) == (torch.device("cpu"), "gloo")
+    assert place("cuda", 3, 4) == (torch.device("cuda", 1), "nccl")
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     assert place("cuda", 3, 4) == (torch.device("cuda", 1), "gloo")
 
 

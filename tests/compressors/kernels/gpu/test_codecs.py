@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 loops = pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 devices = pytest.mark.parametrize("device", ["cpu" if INTERPRETED else pytest.param("cuda", marks=pytest.mark.gpu)])
-few = settings(max_examples=10 if INTERPRETED else 60, deadline=None)
+few = settings(max_examples=10 if INTERPRETED else 20, deadline=None)
 
 
 @devices

@@ -1,0 +1,1 @@
+"""Everything about commlib on one GPU, in one command."""

@@ -8,6 +8,7 @@
         └── CommlibError           the world's: other ranks, files, the network
             ├── PlanMismatch           ranks attached different codecs, models or commlib versions
             ├── PeerLost               a rank did not answer, or left, before the deadline
+            │   └── StoreSilent            the store in which ranks meet does not answer
             ├── ProtocolError          what a peer sent is not what was agreed on
             ├── AuthenticationError    a key that is missing, not allowed, or readable by others
             ├── ReplicasDiverged       ranks hold other values of a parameter than others
@@ -43,6 +44,13 @@ class PeerLost(CommlibError):
     """
 
     rank: int | None = None
+
+
+class StoreSilent(PeerLost):
+    """The key-value store of a process group, or of a parameter server's job, does not answer.
+
+    Who keeps it (rank 0, torchrun's agent on its host, ``commlib server meet``) is stopped, gone or out of reach.
+    """
 
 
 class ProtocolError(CommlibError):

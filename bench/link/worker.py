@@ -16,7 +16,7 @@ import torch.distributed as dist
 from commlib.bench.launch.child import tell
 from commlib.bench.launch.gpus import take_gpu, visible
 from commlib.errors import CommlibError, unknown
-from commlib.groups.handshake import store_of
+from commlib.groups.store import store_of
 from commlib.groups.world import World
 from commlib.messaging.network import network
 from commlib.messaging.throughput import Stream, measure

@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from commlib.bench.link.worker import own_address
 from commlib.errors import PeerLost
-from commlib.groups.handshake import store_of, wait_for_all
+from commlib.groups.handshake import wait_for_all
+from commlib.groups.store import store_of
 from commlib.groups.world import World
 
 _FIELDS = 8  # user nice system idle iowait irq softirq steal; guests, which follow, are in user and nice already

@@ -17,8 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commlib.checkpoint.state_dict import StateDict, merge_state_dicts
 from commlib.errors import CheckpointMismatch, PeerLost
-from commlib.groups.handshake import meeting_place, store_of, tell, wait_for_all
+from commlib.groups.handshake import meeting_place, tell, wait_for_all
 from commlib.groups.process_groups import for_states
+from commlib.groups.store import store_of
 from commlib.groups.world import World
 
 _STEP, _FOUND, _PROBLEM = "step", "found", "problem"  # what ranks tell each other

@@ -20,6 +20,7 @@ from commlib.exchange.lanes import Siblings, lay, make_sequencer, scopes
 from commlib.exchange.rate_limit import RateLimit
 from commlib.exchange.throttled_group import Throttle
 from commlib.groups.coordinator import Coordinator
+from commlib.groups.process_groups import deadline
 from commlib.groups.world import World
 from commlib.planning.manager.link_probe import LinkProbe
 from commlib.planning.manager.manager import Manager
@@ -118,7 +119,8 @@ class Resources:
             self._untap = weakref.finalize(owner, factors.remove)
             self.factors = factors
             if setup.chosen_later:
-                board = Coordinator(self._group, key, self._world, self._timeout)
+                patience = min(self._timeout, deadline(self._group, self._device).total_seconds())
+                board = Coordinator(self._group, key, self._world, patience)
                 probe = LinkProbe(
                     self._rows,
                     self._world,

@@ -82,6 +82,15 @@ class InFlightBucket:
         self.trace.span(self._row, what, began, self.trace.now(), **details)
 
 
+def reason(work: Any, error: BaseException) -> BaseException:
+    """What a work failed with, which has failed; its future may not know of which type that was."""
+    try:
+        work.wait()
+    except Exception as e:
+        return e
+    return error
+
+
 def through(work: Any, seconds: float) -> bool:
     """Whether a work of Gloo's is through within so many seconds; raises its error."""
     try:

@@ -21,7 +21,7 @@ from commlib.exchange.registry import BY_ROWS, EXCHANGES
 from commlib.exchange.sequencer import Sequencer
 from commlib.exchange.throttled_group import Throttle
 from commlib.exchange.two_level import MORE_ROUNDS
-from commlib.groups.handshake import roll_call
+from commlib.groups.handshake import explained
 from commlib.groups.process_groups import sibling, waits_on_stream
 from commlib.groups.world import World
 
@@ -102,8 +102,8 @@ def make_sequencer(group: Any, key: str, world: World, device: torch.device) -> 
     """
 
     def lost(label: str, error: BaseException) -> PeerLost:
-        who = roll_call(group, key, world, timeout=5.0)
-        return PeerLost(f"rank {world.rank} of {world.size} could not exchange {label}: {error}; {who}")
+        why = explained(group, key, world, error)
+        return PeerLost(f"rank {world.rank} of {world.size} could not exchange {label}: {why}")
 
     return Sequencer([], lost, inline=waits_on_stream(group, device))
 

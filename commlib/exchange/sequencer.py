@@ -54,7 +54,8 @@ import torch
 from torch import Tensor
 
 from commlib.exchange.collectives import Collective, Scope, scope_of
-from commlib.exchange.in_flight import InFlightBucket, through
+from commlib.exchange.in_flight import InFlightBucket, reason, through
+from commlib.runtime.autograd import LOOK_S
 from commlib.telemetry.stats import ranged
 from commlib.telemetry.trace import NONE, Trace
 
@@ -195,7 +196,7 @@ class Sequencer:
         return trip.future
 
     def here(
-        self, label: str, collective: Collective, result: Tensor, meanwhile: Callable[[], None], every: float = 1.0
+        self, label: str, collective: Collective, result: Tensor, meanwhile: Callable[[], None], every: float = LOOK_S
     ) -> torch.futures.Future[Tensor]:
         """Like :meth:`single`, but it is this thread that waits, in C++: none is woken to wake it. Gloo, on the CPU.
 
@@ -293,11 +294,14 @@ class Sequencer:
         try:
             done.value()
         except Exception as e:  # to ask who is lost takes time, which a callback has not; lanes may be closed
-            threading.Thread(target=self._fail, args=(trip, e), name="commlib-roll-call", daemon=True).start()
+            threading.Thread(target=self._ended_badly, args=(trip, e), name="commlib-roll-call", daemon=True).start()
             return
         works, trip.works = trip.works, []
         trip.came(*works[0][1:])
         trip.end()
+
+    def _ended_badly(self, trip: InFlightBucket, error: BaseException) -> None:
+        self._fail(trip, reason(trip.works[0][0], error))
 
     def _advance(self, trip: InFlightBucket, lane: int) -> None:
         """Computes up to the trip's next round and issues it, or ends the trip."""

@@ -33,7 +33,7 @@ from commlib.fsdp import parameters
 from commlib.fsdp.gradients import GradientReducer
 from commlib.fsdp.param_groups import ParamGroup
 from commlib.fsdp.plan import Replicas
-from commlib.groups.handshake import answer_roll_call, roll_call
+from commlib.groups.handshake import answer_roll_call, explained
 from commlib.groups.world import World
 from commlib.monitoring.log import Monitor
 from commlib.planning.plan import Plan
@@ -173,9 +173,9 @@ class FsdpCommunicator:
                 return call()
         except RuntimeError as e:
             group, key, world = self._calls[between]
-            who = roll_call(group, key, world, timeout=5.0)
+            why = explained(group, key, world, e)
             me = f"rank {world.rank} of {world.size}"
-            lost = PeerLost(f"{me} could not exchange {what} of {unit.name} in step {self.steps.count}: {e}; {who}")
+            lost = PeerLost(f"{me} could not exchange {what} of {unit.name} in step {self.steps.count}: {why}")
             raise self._sequencer.give_up(lost) from e
 
     def codec_of(self, name: str) -> str:

@@ -13,12 +13,13 @@ from typing import Any
 
 import msgpack
 
-from commlib.errors import PeerLost
-from commlib.groups.handshake import store_of, wait_for_all
+from commlib.errors import PeerLost, StoreSilent
+from commlib.groups.handshake import wait_for_all
+from commlib.groups.store import store_of
 from commlib.groups.world import World
 
 _LOST = "lost"
-_GRACE = 5.0  # seconds
+_GRACE = 2.0  # seconds
 
 
 class Coordinator:
@@ -32,7 +33,8 @@ class Coordinator:
     """
 
     def __init__(self, group: Any, key: str, world: World, timeout: float) -> None:
-        self._store, self._key, self._world, self._timeout = store_of(group), key, world, timeout
+        self._key, self._world, self._timeout = key, world, timeout
+        self._store = store_of(group).within(timeout)
         self._count = 0
 
     def review(
@@ -49,6 +51,7 @@ class Coordinator:
 
         Raises:
             PeerLost: a rank did not post, or rank 0 did not decide, in time.
+            StoreSilent: the store does not answer.
         """
         place = f"{self._key}/review/{self._count}"
         self._store.set(f"{place}/{self._world.rank}", msgpack.packb(dict(mine)))
@@ -64,6 +67,8 @@ class Coordinator:
         try:
             # Rank 0 may have begun to wait for a missing rank later than this one: it shall be heard.
             self._store.wait([f"{place}/decision"], datetime.timedelta(seconds=self._timeout + _GRACE))
+        except StoreSilent:
+            raise
         except RuntimeError as e:
             raise PeerLost(
                 f"review {self._count}: rank 0 has not decided within {self._timeout:g} s (this is rank "

@@ -11,21 +11,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgpack
-from torch.distributed import distributed_c10d
 
-from commlib.errors import PeerLost, PlanMismatch
+from commlib.errors import PeerLost, PlanMismatch, StoreSilent
+from commlib.groups.store import DeadlineStore, store_of
 from commlib.groups.world import World
+
+ROLL_CALL_S = 2.0
+"""Seconds that a roll call takes at most, whether ranks are missing or the store does not answer."""
 
 _FAILED = "failed"
 ATTACH = "attach"
 _DID = {ATTACH: "attached", "swap": "swapped to", "detach": "detached at"}
-
-
-def store_of(group: Any) -> Any:
-    """The key-value store behind a process group."""
-    if hasattr(group, "get_group_store"):
-        return group.get_group_store()
-    return distributed_c10d._get_process_group_store(group)  # torch 2.7: the group does not know it
 
 
 def meeting_place(group: Any, world: World) -> str:
@@ -47,9 +43,10 @@ def share(group: Any, key: str, mine: Mapping[str, str], world: World, timeout: 
         PlanMismatch: a rank has failed before.
         PeerLost: a rank did not answer in time; the message names it.
     """
+    store = store_of(group).within(timeout)
     tell(group, key, mine, world)
-    _await(group, f"{key}/self", world, timeout, ATTACH)
-    said = [msgpack.unpackb(store_of(group).get(f"{key}/self/{r}")) for r in range(world.size)]
+    _await(store, f"{key}/self", world, timeout, ATTACH)
+    said = [msgpack.unpackb(store.get(f"{key}/self/{r}")) for r in range(world.size)]
     for other, text in enumerate(said):
         if _FAILED in text:
             raise PlanMismatch(f"rank {other} failed to attach (this is rank {world.rank}): {text[_FAILED]}")
@@ -76,12 +73,12 @@ def agree(group: Any, key: str, mine: Mapping[str, str], world: World, timeout: 
         PlanMismatch: some rank's description differs; every rank raises it, naming both sides.
         PeerLost: a rank did not answer in time; the message names it.
     """
-    store = store_of(group)
+    store = store_of(group).within(timeout)
     packed: bytes = msgpack.packb(dict(mine))
     digest = hashlib.sha256(packed).digest()
     store.set(f"{key}/text/{world.rank}", packed)
     store.set(f"{key}/digest/{world.rank}", digest)
-    _await(group, f"{key}/digest", world, timeout, doing)
+    _await(store, f"{key}/digest", world, timeout, doing)
     for other in range(world.size):
         if store.get(f"{key}/digest/{other}") != digest:
             theirs = msgpack.unpackb(store.get(f"{key}/text/{other}"))
@@ -107,27 +104,48 @@ def publish_absence(group: Any, error: BaseException) -> None:
         publish_failure(group, meeting_place(group, world), world, error)
 
 
-def wait_for_all(store: Any, key: str, world: World, timeout: float) -> list[int]:
-    """The ranks that have not set ``key/rank`` after ``timeout`` seconds."""
+def wait_for_all(store: DeadlineStore, key: str, world: World, timeout: float) -> list[int]:
+    """The ranks that have not set ``key/rank`` after ``timeout`` seconds.
+
+    Raises:
+        StoreSilent: the store does not answer.
+    """
     keys = [f"{key}/{r}" for r in range(world.size)]
     try:
         store.wait(keys, datetime.timedelta(seconds=timeout))
-    except RuntimeError:  # DistError from a TCPStore, a bare RuntimeError from a FileStore or HashStore
+    except StoreSilent:
+        raise
+    except RuntimeError:
         return [r for r, k in enumerate(keys) if not store.check([k])]
     return []
 
 
-def roll_call(group: Any, key: str, world: World, timeout: float) -> str:
-    """After a failure: who else is still there, in words, which are left for the others too. Never raises."""
-    return roll_call_at(store_of(group), key, world, timeout)
+def roll_call(group: Any, key: str, world: World) -> str:
+    """After a failure: who else is still there, in words, which are left for the others too. Never raises.
+
+    It takes :data:`ROLL_CALL_S` at most; ranks that wait look more often than that (``runtime.autograd.LOOK_S``).
+    """
+    return roll_call_at(store_of(group), key, world)
 
 
-def roll_call_at(store: Any, key: str, world: World, timeout: float) -> str:
+def explained(group: Any, key: str, world: World, error: BaseException) -> str:
+    """A backend's error and who is missing, in words that are left for the others too. Never raises.
+
+    An error of a backend of ours says that already: it has called the roll of its own.
+    """
+    if isinstance(error, PeerLost):
+        announce(group, key, f"rank {world.rank}: {error}")
+        return str(error)
+    return f"{error}; {roll_call(group, key, world)}"
+
+
+def roll_call_at(store: DeadlineStore, key: str, world: World) -> str:
     """The same at a store."""
+    store = store.within(ROLL_CALL_S)
     try:
         store.set(f"{key}/called", b"")
         store.set(f"{key}/{world.rank}", b"here")
-        missing = wait_for_all(store, key, world, timeout)
+        missing = wait_for_all(store, key, world, ROLL_CALL_S)
         words = f"{_ranks(missing)} did not answer a roll call" if missing else "all ranks still answer a roll call"
         store.set(f"{key}/verdict", words)
     except Exception as e:
@@ -143,7 +161,7 @@ def answer_roll_call(group: Any, key: str, world: World) -> str:
         that shares no process group with the one that is gone would not learn it in any other way.
     """
     with contextlib.suppress(Exception):  # the store may be gone; the wait itself will tell
-        store = store_of(group)
+        store = store_of(group).within(ROLL_CALL_S)
         if store.check([f"{key}/called"]):
             store.set(f"{key}/{world.rank}", b"here")
             if store.check([f"{key}/verdict"]):
@@ -155,7 +173,7 @@ def answer_roll_call(group: Any, key: str, world: World) -> str:
 def announce(group: Any, key: str, why: str) -> None:
     """Tell ranks that wait, and look with :func:`answer_roll_call`, why this one has given up. Never raises."""
     with contextlib.suppress(Exception):
-        store = store_of(group)
+        store = store_of(group).within(ROLL_CALL_S)
         store.set(f"{key}/verdict", why.encode())
         store.set(f"{key}/called", b"here")
 
@@ -164,8 +182,8 @@ def _ranks(ranks: list[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-def _await(group: Any, key: str, world: World, timeout: float, doing: str) -> None:
-    missing = wait_for_all(store_of(group), key, world, timeout)
+def _await(store: DeadlineStore, key: str, world: World, timeout: float, doing: str) -> None:
+    missing = wait_for_all(store, key, world, timeout)
     if missing:
         raise PeerLost(
             f"commlib.{doing}: {_ranks(missing)} of {world.size} did not {doing} within {timeout:g} s "

@@ -28,9 +28,10 @@ from torch.nn.parallel import DistributedDataParallel
 from commlib.errors import PeerLost, ReplicasDiverged, check_numbers
 from commlib.exchange.collectives import AllGather
 from commlib.exchange.in_flight import through
-from commlib.groups.handshake import agree, meeting_place, publish_failure, roll_call
+from commlib.groups.handshake import agree, explained, meeting_place, publish_failure
 from commlib.groups.process_groups import group_of, sibling, waits_on_stream
 from commlib.groups.world import World
+from commlib.runtime.autograd import LOOK_S
 from commlib.runtime.layers import all_parameters, inside
 from commlib.runtime.scratch import scratch
 
@@ -179,15 +180,14 @@ class Comparison:
             work = AllGather(everyone, mine).issue(self._group)
             if self._streams:
                 work.wait()
-            while not self._streams and not through(work, 1.0):
+            while not self._streams and not through(work, LOOK_S):
                 meanwhile()
             rows = everyone.view(torch.int64).view(self._world.size, -1).tolist()
         except RuntimeError as e:
             if isinstance(e, PeerLost):
                 raise
-            who = roll_call(self._group, self._key, self._world, timeout=5.0)
             about = f"rank {self._world.rank} of {self._world.size} could not compare replicas"
-            raise PeerLost(f"{about}: {e}; {who}") from e
+            raise PeerLost(f"{about}: {explained(self._group, self._key, self._world, e)}") from e
         found = differing(list(parameters), [row[1:] if row[0] else [] for row in rows])
         if found:
             raise explain(found, step)

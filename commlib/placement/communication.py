@@ -27,7 +27,8 @@ from torch import Tensor
 from commlib.codecs.base import Compressor
 from commlib.codecs.registry import make_plain
 from commlib.errors import PeerLost, PlanMismatch
-from commlib.groups.handshake import answer_roll_call, roll_call
+from commlib.exchange.in_flight import reason
+from commlib.groups.handshake import answer_roll_call, explained
 from commlib.groups.world import World
 from commlib.runtime.autograd import wait
 from commlib.runtime.layers import LayerSpec
@@ -274,9 +275,9 @@ class PlacementChannel:
             wait(work.get_future(), self._meanwhile)
         except PeerLost:
             raise
-        except RuntimeError as e:
-            who = roll_call(self._group, self._key, self.world, timeout=5.0)
-            raise PeerLost(f"rank {self.world.rank} of {self.world.size} could not {what}: {e}; {who}") from e
+        except RuntimeError as error:
+            why = explained(self._group, self._key, self.world, e := reason(work, error))
+            raise PeerLost(f"rank {self.world.rank} of {self.world.size} could not {what}: {why}") from e
 
     def _meanwhile(self) -> None:
         found = answer_roll_call(self._group, self._key, self.world)

@@ -19,6 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+LOOK_S = 0.5
+"""Seconds between two looks of a thread that waits: has another rank given up, or does it call the roll?"""
+
 _Call = TypeVar("_Call", bound=Callable[..., object])
 
 
@@ -119,7 +122,7 @@ def at_end_of_backward(call: Callable[[], None]) -> bool:
     return True
 
 
-def wait(future: torch.futures.Future[Tensor], meanwhile: Callable[[], None], every: float = 1.0) -> None:
+def wait(future: torch.futures.Future[Tensor], meanwhile: Callable[[], None], every: float = LOOK_S) -> None:
     """Wait until it is done, raising its error; calls ``meanwhile`` every so many seconds."""
     done: queue.SimpleQueue[Any] = queue.SimpleQueue()  # C throughout: the backend's thread runs no Python for it
     future.add_done_callback(done.put)

@@ -44,7 +44,9 @@ LONGER: dict[str, str] = {
     "tests/commlib/local_sgd/test_local_steps.py::test_nobody_waits_for_ever_for_a_rank_that_does_not_come": _WAITS,
     "tests/commlib/zero/test_step.py::test_a_rank_that_does_not_come_is_named": _WAITS,
     "tests/integration/test_hierarchy_peer_lost.py::"
-    "test_every_other_rank_names_it_in_time_fails_the_next_step_too_and_ends_by_itself": "a roll call of five seconds",
+    "test_every_other_rank_names_it_in_time_fails_the_next_step_too_and_ends_by_itself": "two roll calls",
+    "tests/integration/test_stopped_ranks.py::"
+    "test_all_others_raise_whether_the_stopped_rank_keeps_the_store_or_not": _WAITS,
     "tests/transports/process_group/test_cuts.py::test_the_right_result_or_a_named_error_in_time": _WAITS,
     "tests/commlib/test_exports.py::test_docstring_examples": "it imports every module, and Lightning with one",
     "tests/commlib/groups/test_coordinator.py::test_without_rank_0_the_others_say_what_they_wait_for": _WAITS,

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlib
 from commlib.exchange import sequencer
-from commlib.groups.handshake import store_of
+from commlib.groups.store import store_of
 from commlib.groups.world import World
 from commlib.planning.manager import manager
 from commlib.planning.manager.decision import Decision

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import datetime
 import functools
 import threading
 import weakref
@@ -11,6 +10,7 @@ from typing import Any
 
 from commlib.errors import CommlibError
 from commlib.groups.handshake import roll_call_at
+from commlib.groups.store import ANSWER_S, DeadlineStore
 from commlib.groups.world import World
 from commlib.transports.options import Options
 from commlib.transports.process_group.algorithms import choice
@@ -22,7 +22,6 @@ from .engine import Engine
 from .group import ZmqGroup
 from .p2p import Mailbox
 
-_ROLL_CALL_S = 3.0  # ranks that were told that one gave up answer at once
 _defaults: list[Options] = []
 _live: weakref.WeakSet[ZmqGroup] = weakref.WeakSet()
 
@@ -44,9 +43,9 @@ def create(about: Any, options: Options | None = None) -> ZmqGroup:
     if options is not None:
         _defaults[:] = [options]
     chosen = _defaults[-1] if _defaults else Options()
-    store, world = about.store, World(about.group_rank, about.group_size)
-    timeout: datetime.timedelta = about.timeout
-    seconds = timeout.total_seconds()
+    world, timeout = World(about.group_rank, about.group_size), about.timeout
+    seconds: float = timeout.total_seconds()
+    store = DeadlineStore(about.store, min(seconds, ANSWER_S))
     job = str(about.group_id)
     try:
         open_endpoint = rendezvous.opener(store, "zmq", world, chosen, seconds)
@@ -71,7 +70,7 @@ def create(about: Any, options: Options | None = None) -> ZmqGroup:
         return found
 
     reach = functools.partial(rendezvous.connect, store, "zmq/mail")
-    engine = Engine(endpoint, job, functools.partial(roll_call_at, store, "zmq/roll", world, _ROLL_CALL_S))
+    engine = Engine(endpoint, job, functools.partial(roll_call_at, store, "zmq/roll", world))
     place = Position(world.rank, world.size, choice.piece(line))
     mail = Mailbox(place, open_mail, reach)
     closing = threading.Lock()
@@ -88,7 +87,7 @@ def create(about: Any, options: Options | None = None) -> ZmqGroup:
         endpoint.close()
         engine.join(5.0)
 
-    group = ZmqGroup(store, place, timeout, engine, line, shut, mail=mail)
+    group = ZmqGroup(about.store, place, timeout, engine, line, shut, mail=mail)
     _live.add(group)
     return group
 

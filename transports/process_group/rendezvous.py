@@ -11,8 +11,9 @@ from typing import Any
 import msgpack
 import torch
 
-from commlib.errors import AuthenticationError, CommlibError, PeerLost
+from commlib.errors import AuthenticationError, CommlibError, PeerLost, StoreSilent
 from commlib.groups.handshake import wait_for_all
+from commlib.groups.store import DeadlineStore
 from commlib.groups.world import World
 from commlib.messaging import keys
 from commlib.messaging.frame import to_buffer
@@ -26,12 +27,12 @@ _PINGS, _BULK = 9, 1 << 19
 _BETA = 2e-10  # seconds a byte: no line is faster than what copies for it
 
 
-def say(store: Any, key: str, world: World, mine: Any) -> None:
+def say(store: DeadlineStore, key: str, world: World, mine: Any) -> None:
     """Leaves something for the others."""
     store.set(f"{key}/{world.rank}", msgpack.packb(mine))
 
 
-def hear(store: Any, key: str, world: World, seconds: float) -> list[Any]:
+def hear(store: DeadlineStore, key: str, world: World, seconds: float) -> list[Any]:
     """What all said, in the order of ranks.
 
     Raises:
@@ -48,12 +49,12 @@ def hear(store: Any, key: str, world: World, seconds: float) -> list[Any]:
     return said
 
 
-def decline(store: Any, key: str, world: World, why: BaseException) -> None:
+def decline(store: DeadlineStore, key: str, world: World, why: BaseException) -> None:
     """Says why this rank does not come: the others need not wait for it."""
     say(store, key, world, {_DECLINED: f"{type(why).__name__}: {why}"})
 
 
-def opener(store: Any, key: str, world: World, options: Options, seconds: float) -> Callable[[str], ZeroMQ]:
+def opener(store: DeadlineStore, key: str, world: World, options: Options, seconds: float) -> Callable[[str], ZeroMQ]:
     """What opens this rank's endpoints, by their job: at the right interface, with keys where these are needed.
 
     All ranks come.
@@ -77,7 +78,7 @@ def opener(store: Any, key: str, world: World, options: Options, seconds: float)
     return lambda job: ZeroMQ(world.rank, job=job, **given)
 
 
-def _hosts(store: Any, key: str, world: World, options: Options, seconds: float) -> tuple[str, set[str]]:
+def _hosts(store: DeadlineStore, key: str, world: World, options: Options, seconds: float) -> tuple[str, set[str]]:
     """The address at which this rank is to listen, and all ranks'."""
     say(store, f"{key}/machine", world, machine())
     machines = set(hear(store, f"{key}/machine", world, seconds))
@@ -98,12 +99,12 @@ def _hosts(store: Any, key: str, world: World, options: Options, seconds: float)
     return host, set(hear(store, f"{key}/host", world, seconds))
 
 
-def introduce(store: Any, key: str, world: World, endpoint: ZeroMQ) -> None:
+def introduce(store: DeadlineStore, key: str, world: World, endpoint: ZeroMQ) -> None:
     """Tells the others where this rank is."""
     say(store, key, world, [endpoint.address, endpoint.public_key])
 
 
-def connect(store: Any, key: str, peer: int, endpoint: ZeroMQ, seconds: float) -> None:
+def connect(store: DeadlineStore, key: str, peer: int, endpoint: ZeroMQ, seconds: float) -> None:
     """Opens the way to a rank, once it has introduced itself.
 
     Raises:
@@ -112,7 +113,9 @@ def connect(store: Any, key: str, peer: int, endpoint: ZeroMQ, seconds: float) -
     """
     try:
         store.wait([f"{key}/{peer}"], datetime.timedelta(seconds=seconds))
-    except RuntimeError as e:  # DistError from a TCPStore, a bare RuntimeError from others
+    except StoreSilent:
+        raise
+    except RuntimeError as e:
         raise PeerLost(f"rank {peer} has not told rank {endpoint.rank} where it is for {seconds:g} s") from e
     address, its_key = msgpack.unpackb(store.get(f"{key}/{peer}"))
     if its_key is not None and endpoint.public_key is not None and its_key not in endpoint.allowed:
@@ -127,7 +130,7 @@ def connect(store: Any, key: str, peer: int, endpoint: ZeroMQ, seconds: float) -
     endpoint.connect(peer, address, key=its_key)
 
 
-def measure(store: Any, key: str, world: World, endpoint: ZeroMQ, seconds: float) -> AlphaBeta:
+def measure(store: DeadlineStore, key: str, world: World, endpoint: ZeroMQ, seconds: float) -> AlphaBeta:
     """α and β of a message from a rank to the next: ranks 0 and 1 measure, and all are told. All ranks come.
 
     Raises:

@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,15 +39,16 @@ class CollectiveWork(dist.Work):
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._future: torch.futures.Future[list[Tensor]] | None = None
+        self._ending: torch.futures.Future[list[Tensor]] | None = None
 
     def end(self, error: BaseException | None = None) -> None:
         """Mark as through, or as failed; once, by whoever carries it out."""
         with self._lock:
             self._error = error
             self._ended.set()
-            future = self._future
-        if future is not None:
-            self._tell(future)
+            ending = self._ending
+        if ending is not None:
+            self._tell(ending)
 
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
         """True once it is through; raises what it failed with. No timeout: its call's own decides.
@@ -98,18 +98,27 @@ class CollectiveWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Future of :meth:`result`."""
-        with self._lock:
-            found, ended = self._future, self._ended.is_set()
-            if found is None:
-                found = self._future = torch.futures.Future(devices=[s.device for s in self._staged])
-                if ended:
-                    self._tell(found)
-        return found
+        """Future of :meth:`result`; of a call that failed, its error is a RuntimeError with the words of this one's.
 
-    def _tell(self, future: torch.futures.Future[Any]) -> None:
+        Who reads it in C++, as DDP does without a hook, finds an error and no value. ``set_exception`` would give the
+        future a value that is an exception, which DDP takes for its tensors: that ends the process.
+        """
+        with self._lock:
+            if self._future is None:
+                self._ending = torch.futures.Future(devices=[s.device for s in self._staged])
+                self._future = self._ending.then(self._come_through)
+                if self._ended.is_set():
+                    self._tell(self._ending)
+            return self._future
+
+    def _come_through(self, ending: torch.futures.Future[list[Tensor]]) -> list[Tensor]:
         if self._error is not None:
-            future.set_exception(self._error)
+            raise self._error
+        return ending.value()
+
+    def _tell(self, future: torch.futures.Future[list[Tensor]]) -> None:
+        if self._error is not None:
+            future.set_result([])
             return
         with contextlib.ExitStack() as streams:  # those that the future's users are to come after
             for each in self._staged:

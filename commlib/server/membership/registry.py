@@ -28,6 +28,7 @@ from typing import Any
 import msgpack
 
 from commlib.errors import PeerLost
+from commlib.groups.store import DeadlineStore
 from commlib.server.membership.view import View
 
 WORKER, SHARD = "worker", "shard"
@@ -99,7 +100,7 @@ class MembershipStore:
         timeout: seconds to wait for what must be there.
     """
 
-    def __init__(self, store: Any, timeout: float = 60.0) -> None:
+    def __init__(self, store: DeadlineStore, timeout: float = 60.0) -> None:
         self._store, self._timeout = store, timeout
 
     # -- the job --------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 from torch._C import _distributed_c10d as c10d
 
 from commlib.errors import CommlibError
+from commlib.groups.store import DeadlineStore
 
 PORT = 29400
 
@@ -48,8 +49,9 @@ def parse(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def visit(address: str, job: str, timeout: float) -> c10d.Store:
-    """The store at an address, as members of a job see it; each thread that uses it has its own.
+def visit(address: str, job: str, timeout: float) -> DeadlineStore:
+    """The store at an address, as members of a job see it, which answers in ``timeout`` seconds or not at all; each
+    thread that uses it has its own.
 
     Raises:
         CommlibError: nobody is there in time.
@@ -62,4 +64,4 @@ def visit(address: str, job: str, timeout: float) -> c10d.Store:
             f"no rendezvous server at {address} after {timeout:g} s: is 'commlib server meet' running there, "
             "and is the address reachable?"
         ) from e
-    return c10d.PrefixStore(f"commlib/{job}", store)
+    return DeadlineStore(c10d.PrefixStore(f"commlib/{job}", store), timeout)

@@ -20,7 +20,8 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from commlib.errors import CommlibError, PeerLost
-from commlib.groups.handshake import store_of, wait_for_all
+from commlib.groups.handshake import wait_for_all
+from commlib.groups.store import DeadlineStore, store_of
 from commlib.groups.world import World
 from commlib.messaging.network import address_of, address_towards, machine, store_host
 from commlib.messaging.throughput import measure
@@ -74,7 +75,8 @@ class Embedded:
         self._children: list[subprocess.Popen[bytes]] = []
         self._store: c10d.TCPStore | None = None
         shared, world = _shared(world, timeout, group)
-        self._shared: Any = shared  # without torchrun's agent it is kept here, and others may yet have to read it
+        # Without torchrun's agent it is kept here, and others may yet have to read it.
+        self._shared: DeadlineStore | None = shared
         self.name = f"embedded-{shared.add(f'commlib/server/count/{world.rank}', 1)}"
         key = f"commlib/server/{self.name}"
         machines = _told(shared, f"{key}/machine", world, machine(), timeout)
@@ -129,16 +131,16 @@ class Embedded:
         self._children, self._store, self._shared = [], None, None
 
 
-def _shared(world: World | None, timeout: float, group: Any) -> tuple[Any, World]:
+def _shared(world: World | None, timeout: float, group: Any) -> tuple[DeadlineStore, World]:
     """Where all workers can read and write, and who they are."""
     if dist.is_initialized():
         group = group if group is not None else dist.group.WORLD
         there = World(dist.get_rank(group), dist.get_world_size(group))
         if world not in (None, there):
             raise ValueError(f"embedded servers serve the process group's {there.size} ranks: leave workers= out")
-        return (store_of(group) if there.size > 1 else c10d.HashStore()), there
+        return (store_of(group) if there.size > 1 else DeadlineStore(c10d.HashStore())), there
     if world is None or world.size == 1:
-        return c10d.HashStore(), World(0, 1)
+        return DeadlineStore(c10d.HashStore()), World(0, 1)
     told = tuple(os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
     if told != (str(world.rank), str(world.size)) or "MASTER_ADDR" not in os.environ:
         raise ValueError(
@@ -150,10 +152,10 @@ def _shared(world: World | None, timeout: float, group: Any) -> tuple[Any, World
     except RuntimeError as e:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
         raise PeerLost(f"the other workers are not to be found by the store at {where}: {e}") from e
-    return c10d.PrefixStore("commlib", store), world
+    return DeadlineStore(c10d.PrefixStore("commlib", store)), world
 
 
-def _told(store: Any, key: str, world: World, mine: Any, timeout: float) -> list[Any]:
+def _told(store: DeadlineStore, key: str, world: World, mine: Any, timeout: float) -> list[Any]:
     store.set(f"{key}/{world.rank}", msgpack.packb(mine))
     missing = wait_for_all(store, key, world, timeout)
     if missing:
@@ -161,7 +163,7 @@ def _told(store: Any, key: str, world: World, mine: Any, timeout: float) -> list
     return [msgpack.unpackb(store.get(f"{key}/{r}")) for r in range(world.size)]
 
 
-def _wait(store: Any, key: str, timeout: float) -> list[str]:
+def _wait(store: DeadlineStore, key: str, timeout: float) -> list[str]:
     end = time.monotonic() + timeout
     while not store.check([key]):
         if time.monotonic() > end:

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from commlib.errors import CommlibError, PeerLost
-from commlib.groups.handshake import store_of
 from commlib.groups.process_groups import deadline
+from commlib.groups.store import store_of
 from commlib.groups.world import World
 from commlib.runtime.exit import close_at_exit
 from commlib.runtime.layers import LayerSpec

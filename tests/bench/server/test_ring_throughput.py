@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import os
 import signal
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from commlib.bench.server import ring_throughput
 from commlib.bench.server.ring_throughput import RingBenchmark, Ticks, measure_ring, ticks
 from commlib.errors import PeerLost
-from commlib.groups.handshake import store_of
+from commlib.groups.store import store_of
 from commlib.groups.world import World
 from tests.support.rank_pool import Fleet, RankFailed
 from tests.support.tiers import full
@@ -82,7 +83,7 @@ def one_is_stopped(world: World) -> tuple[str, int | None]:
     if world.rank == 2:
         store.set("answered", b"")
     if world.rank == 0:
-        store.wait(["pid", "answered"])
+        store.wait(["pid", "answered"], datetime.timedelta(minutes=2))
         os.kill(int(store.get("pid")), signal.SIGCONT)
     return str(error), error.rank if error else None
 

@@ -37,8 +37,8 @@ class TwoBranches(nn.Module):
 
 
 def lanes() -> list[str]:
-    """Threads of commlib that live."""
-    return [t.name for t in threading.enumerate() if t.name.startswith("commlib")]
+    """Threads of commlib that live, but for the one that calls the store: it is the group's, not an attachment's."""
+    return [t.name for t in threading.enumerate() if t.name.startswith("commlib") and t.name != "commlib-store"]
 
 
 def grads(ddp: nn.Module) -> list[Tensor | None]:

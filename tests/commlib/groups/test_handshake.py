@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from commlib.errors import PlanMismatch
+from commlib.groups import handshake
 from commlib.groups.handshake import (
     agree,
     answer_roll_call,
@@ -16,9 +17,9 @@ from commlib.groups.handshake import (
     publish_failure,
     roll_call,
     share,
-    store_of,
     tell,
 )
+from commlib.groups.store import store_of
 from commlib.groups.world import World
 from tests.support.rank_pool import Fleet
 from tests.support.thread_groups import each, new_store
@@ -77,10 +78,11 @@ def test_what_a_rank_has_said_before_it_failed_still_stands_for_those_who_read_i
         agree(group, "k", {"codec": "int8"}, World(0, 2), 0.5)
 
 
-def test_who_has_waited_before_anybody_called_has_not_answered_the_call() -> None:
+def test_who_has_waited_before_anybody_called_has_not_answered_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "ROLL_CALL_S", 0.1)
     group = in_one_process()
     assert answer_roll_call(group, "k", World(1, 2)) == ""
     assert answer_roll_call(group, "k", World(1, 2)) == ""
-    assert roll_call(group, "k", World(0, 2), 0.1) == "rank 1 did not answer a roll call"
+    assert roll_call(group, "k", World(0, 2)) == "rank 1 did not answer a roll call"
     assert answer_roll_call(group, "k", World(1, 2)) == "rank 1 did not answer a roll call"  # it is over
-    assert roll_call(group, "k", World(0, 2), 0.1) == "all ranks still answer a roll call"
+    assert roll_call(group, "k", World(0, 2)) == "all ranks still answer a roll call"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from commlib.errors import CommlibError, PeerLost
-from commlib.groups.handshake import store_of
+from commlib.groups.store import store_of
 from commlib.groups.world import World
 from commlib.pipeline.hetpipe import HetPipe
 from commlib.pipeline.schedule import depth

@@ -1,0 +1,187 @@
+"""Stopped ranks: what the others say, and after how long, when one stands still in the middle of a training.
+
+    python -m tests.support.stopped_ranks SECONDS [BACKEND] [ROUTE …]
+
+prints a table, for every route over Gloo and over zmq: rank 0 is stopped, which keeps the store in which ranks meet, or
+rank 2, which does not; SECONDS is the deadline of the process group. A rank is forked from this process, which has
+imported PyTorch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo  # an optimizer imports it
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import commlib
+from commlib.planning.manager import manager
+from tests.support.tiny_ddp import Head
+
+RANKS = 3
+STEPS = 4
+"""Steps before the rank stops; those of the others go on until they raise."""
+
+Step = Callable[[], None]
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(200, 310), nn.ReLU(), nn.Linear(310, 190), nn.ReLU(), nn.Linear(190, 10))
+
+
+def _backward(model: Callable[..., Any]) -> None:
+    model(torch.randn(8, 200)).square().mean().backward()
+
+
+def attached(rule: str | None) -> Step:
+    """A DDP model of several buckets."""
+    vars(manager)["Controller"] = lambda model: Head(model, 2)  # rows, whatever would be chosen here
+    ddp = DistributedDataParallel(_model(), bucket_cap_mb=0.1)
+    state = None if rule is None else commlib.attach(ddp, rule, min_size=0)
+
+    def step() -> None:
+        _backward(ddp)
+        assert state is None or state.stats().steps >= 0
+
+    return step
+
+
+def local() -> Step:
+    """A model that meets others after every second step."""
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    made = commlib.LocalSteps(model, "diloco", "int8", tau=2, optimizer=optimizer)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        _backward(model)
+        optimizer.step()
+        made.step()
+
+    return step
+
+
+def sharded() -> Step:
+    """A model of FSDP2."""
+    model = _model()
+    fully_shard(model)
+    state = commlib.attach(model, "int8")
+
+    def step() -> None:
+        _backward(model)
+        assert state.stats().steps >= 0
+
+    return step
+
+
+def zero() -> Step:
+    """A sharded optimizer."""
+    model = _model()
+    made = commlib.ShardedStep(model, torch.optim.SGD(model.parameters(), lr=0.01), "int8")
+
+    def step() -> None:
+        _backward(model)
+        made.step()
+
+    return step
+
+
+ROUTES: dict[str, Callable[[], Step]] = {
+    "ddp": lambda: attached(None),
+    **{
+        rule: lambda rule=rule: attached(rule)  # type: ignore[misc]
+        for rule in ("none", "fp16", "onebit", "powersgd:rank=2", "factors", "owners", "auto")
+    },
+    "local": local,
+    "fsdp": sharded,
+    "zero": zero,
+}
+"""Route → what makes a rank's model, and its step."""
+
+
+def told(route: str, backend: str, stopped: int, deadline_s: float, patience_s: float) -> dict[int, dict[str, Any]]:
+    """What each rank that lives raised: ``error`` (its type), ``text``, ``seconds`` since its last step had ended.
+
+    Args:
+        route, backend: of the training.
+        stopped: the rank that stands still after some steps.
+        deadline_s: of the process group.
+        patience_s: so long may the ranks take; who has said nothing then is not in the result.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        port = s.getsockname()[1]
+    pids, pipes = [], {}
+    for rank in range(RANKS):
+        ours, theirs = os.pipe()
+        if (pid := os.fork()) == 0:
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            with contextlib.suppress(BaseException):
+                _train(route, backend, rank == stopped, deadline_s, theirs)
+            os._exit(1)
+        os.close(theirs)
+        pids.append(pid)
+        pipes[rank] = ours
+    del pipes[stopped]
+    found: dict[int, dict[str, Any]] = {}
+    end = time.monotonic() + patience_s
+    while len(found) < len(pipes) and (left := end - time.monotonic()) > 0:
+        ready, _, _ = select.select([p for r, p in pipes.items() if r not in found], [], [], left)
+        for rank, pipe in pipes.items():
+            if pipe in ready:
+                found[rank] = json.loads(os.read(pipe, 1 << 16) or b"{}")
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    for pipe in pipes.values():
+        os.close(pipe)
+    return found
+
+
+def _train(route: str, backend: str, stops: bool, deadline_s: float, pipe: int) -> None:
+    torch.set_num_threads(1)
+    ended = time.monotonic()
+    try:
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=deadline_s))
+        step = ROUTES[route]()
+        for done in range(1 << 30):
+            if stops and done == STEPS:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            step()
+            ended = time.monotonic()
+    except BaseException as e:
+        said = {"error": type(e).__name__, "text": str(e), "seconds": time.monotonic() - ended}
+        os.write(pipe, json.dumps(said).encode())
+
+
+def main(deadline_s: float, backends: Sequence[str], routes: Sequence[str]) -> None:
+    """Print the table; exits with 1 if a rank was still there a minute after its deadline."""
+    hangs = False
+    for backend in backends:
+        for route in routes:
+            cells = []
+            for stopped in (0, RANKS - 1):
+                found = told(route, backend, stopped, deadline_s, deadline_s + 60.0)
+                seconds = [found[r].get("seconds", 0.0) if r in found else None for r in range(RANKS) if r != stopped]
+                errors = {f"{said.get('error')}" for said in found.values()}
+                hangs |= None in seconds
+                cells.append(f"{', '.join('hangs' if s is None else f'{s:.1f}' for s in seconds)} {'/'.join(errors)}")
+            print(f"| {backend} | {route} | {' | '.join(cells)} |", flush=True)
+    sys.exit(hangs)
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), sys.argv[2:3] or ("gloo", "zmq"), sys.argv[3:] or list(ROUTES))

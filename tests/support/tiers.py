@@ -49,7 +49,6 @@ LONGER: dict[str, str] = {
     "test_all_others_raise_whether_the_stopped_rank_keeps_the_store_or_not": _WAITS,
     "tests/transports/process_group/test_cuts.py::test_the_right_result_or_a_named_error_in_time": _WAITS,
     "tests/commlib/test_exports.py::test_docstring_examples": "it imports every module, and Lightning with one",
-    "tests/commlib/groups/test_coordinator.py::test_without_rank_0_the_others_say_what_they_wait_for": _WAITS,
     "tests/commlib/server/worker/test_parameter_server_faults.py::"
     "test_who_does_not_come_is_named_within_the_deadline": _WAITS,
     "tests/commlib/monitoring/test_replica_check.py::test_who_does_not_come_is_named": _WAITS,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch.distributed as dist
 import commlib
 from commlib import CheckpointMismatch, PeerLost
 from commlib.checkpoint.collector import Collector
+from commlib.errors import ProtocolError
 from commlib.groups.world import World
 from tests.support.rank_pool import Fleet
 from tests.support.tiny_ddp import Trainer
@@ -70,6 +74,57 @@ def test_a_rank_that_does_not_come_is_named_in_time_and_later_models_attach(flee
     (said, first), (_, second) = fleet.run(2, alone)
     assert said.startswith("rank 1 of 2 did not come within 0.3 s to save a checkpoint (this is rank 0)")
     assert (first, second) == (True, False)
+
+
+class Command:
+    """What runs a command where it is unpickled."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.file}",)
+
+
+def hostile(world: World, folder: str, kind: str) -> tuple[str, bool]:
+    made = Trainer(world, "onebit")
+    made.train(1)
+    ran = Path(folder) / "ran"
+
+    def send(state: object, to: int, group: Any) -> None:
+        data = torch.frombuffer(bytearray(pickle.dumps(Command(str(ran)))), dtype=torch.uint8)
+        dist.send(torch.tensor([len(data), 1 << 50 if kind == "huge" else len(data)]), to, group=group)
+        if kind == "pickle":
+            dist.send(data, to, group=group)
+
+    said = ""
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr("commlib.checkpoint.collector._send", send)
+        collector = Collector(made.ddp, made.comm, timeout=20.0)
+        if world.rank == 0:
+            said = message(collector.collect, ProtocolError)
+        else:
+            collector.collect()
+        dist.barrier()
+        collector.close()
+    made.close()
+    return said, ran.exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("pickle", "what rank 1 sent is no state of commlib"),
+        ("huge", r"rank 1 would send 1125899906842624 bytes of state, \d+ of them names: at most \d+ fit"),
+    ],
+)
+def test_nothing_that_a_rank_sends_is_run_or_room_made_for_by_another(
+    fleet: Fleet, tmp_path: Path, kind: str, wanted: str
+) -> None:
+    (said, ran), _ = fleet.run(2, hostile, str(tmp_path), kind)
+    assert re.search(wanted, said), said
+    assert not ran
 
 
 def differing(world: World, folder: str) -> dict[str, str]:

@@ -11,7 +11,6 @@ A public key is 40 characters of Z85, as ZeroMQ's CURVE has them.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
@@ -25,6 +24,7 @@ from commlib.errors import AuthenticationError
 
 VARIABLE = "COMMLIB_KEYS"
 _KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85 (ZeroMQ RFC 32)
+_MOST = 1 << 24  # bytes of a file: 150,000 keys
 _NAME = re.compile(r"[\w.-]{1,64}")
 
 
@@ -86,16 +86,16 @@ def load(name: str, where: Path | None = None) -> KeyPair:
     """A pair that was kept.
 
     Raises:
-        AuthenticationError: there is none, others may read it, or it is damaged.
+        AuthenticationError: there is none, others may read or change it, or it is damaged.
     """
     path = _secret(name, where)
     try:
-        mode = path.stat().st_mode
-        lines = path.read_text().split()
+        text, mode = _read(path)
     except OSError as e:
         raise AuthenticationError(f"no key {name!r} ({e.strerror}: {path}): 'commlib keys new {name}' makes one") from e
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise AuthenticationError(f"others may read {path}: chmod 600 it, or make a new one if they did")
+    lines = text.split()
     if len(lines) != 2 or not all(_KEY.fullmatch(line) for line in lines):
         raise AuthenticationError(f"{path} is damaged: it has no two keys")
     public, secret = lines
@@ -122,16 +122,44 @@ def allowed(where: Path | None = None) -> dict[str, str]:
     """Public key → name, of those whose word is taken.
 
     Raises:
-        AuthenticationError: the list is damaged.
+        AuthenticationError: others may change the list, or it is damaged or cannot be read.
     """
     path, found = (where or folder()) / "allowed", {}
-    with contextlib.suppress(FileNotFoundError):
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            key, _, name = line.partition(" ")
-            if not _KEY.fullmatch(key) or not _NAME.fullmatch(name):
-                raise AuthenticationError(f"{path} is damaged: line {number} is no key and a name")
-            found[key] = name
+    try:
+        text, _ = _read(path)
+    except FileNotFoundError:
+        return {}
+    except OSError as e:
+        raise AuthenticationError(f"the list of allowed keys cannot be read ({e.strerror}: {path})") from e
+    for number, line in enumerate(text.splitlines(), 1):
+        key, _, name = line.partition(" ")
+        if not _KEY.fullmatch(key) or not _NAME.fullmatch(name):
+            raise AuthenticationError(f"{path} is damaged: line {number} is no key and a name")
+        found[key] = name
     return found
+
+
+def _read(path: Path) -> tuple[str, int]:
+    """Text and mode of a file that nobody else may change, as OpenSSH asks of its own; what is no text is damaged.
+
+    Raises:
+        AuthenticationError: somebody else may, or has made it.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:  # what is looked at is what is read, whatever has the name meanwhile
+        its = os.fstat(file.fileno())
+        data = file.read(_MOST + 1)
+    for what, stats in ((path, its), (path.parent, path.parent.stat())):
+        if stats.st_uid not in (0, os.geteuid()):
+            raise AuthenticationError(f"{what} belongs to user {stats.st_uid}: whoever that is may change your keys")
+        if stats.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise AuthenticationError(f"others may change {what}: chmod go-w it, and look at what is in {path}")
+    try:
+        if len(data) > _MOST:
+            raise ValueError(f"it has more than {_MOST} bytes")
+        return data.decode("ascii"), its.st_mode
+    except ValueError as e:
+        raise AuthenticationError(f"{path} is damaged: {e}") from e
 
 
 def _secret(name: str, where: Path | None) -> Path:

@@ -14,6 +14,7 @@ from commlib.errors import AuthenticationError
 from commlib.messaging import keys
 
 Call = Callable[..., tuple[int, str, str]]
+KEY = "0123456789" * 4
 
 
 def test_a_pair_comes_back_as_it_was_made_and_nobody_else_can_read_it(tmp_path: Path) -> None:
@@ -52,11 +53,71 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
     assert [p.name for p in tmp_path.iterdir()] == ["a.secret"]
 
 
+@pytest.mark.parametrize("mode", [0o660, 0o606, 0o666, 0o622])
+def test_a_list_that_others_may_change_is_not_used(tmp_path: Path, mode: int) -> None:
+    keys.allow(KEY, "a", tmp_path)
+    (tmp_path / "allowed").chmod(mode)
+    with pytest.raises(AuthenticationError, match=r"others may change .*allowed: chmod go-w"):
+        keys.allowed(tmp_path)
+    (tmp_path / "allowed").chmod(0o644)  # to be read is no harm: these are public keys
+    assert keys.allowed(tmp_path) == {KEY: "a"}
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o777, 0o707])
+def test_keys_in_a_folder_that_others_may_change_are_not_used(tmp_path: Path, mode: int) -> None:
+    where = tmp_path / "keys"
+    keys.create("a", where)
+    keys.allow(KEY, "b", where)
+    where.chmod(mode)
+    for read in (lambda: keys.allowed(where), lambda: keys.load("a", where)):
+        with pytest.raises(AuthenticationError, match=r"others may change .*keys: chmod go-w"):
+            read()
+
+
+@pytest.mark.parametrize("file", ["allowed", "a.secret"])
+def test_keys_of_another_user_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+    keys.create("a", tmp_path)
+    keys.allow(KEY, "b", tmp_path)
+    own = os.fstat
+
+    def others(fd: int) -> os.stat_result:
+        found = list(own(fd))
+        found[4] = 12345  # st_uid
+        return os.stat_result(found)
+
+    monkeypatch.setattr(os, "fstat", others)
+    with pytest.raises(AuthenticationError, match=rf"{file} belongs to user 12345"):
+        keys.allowed(tmp_path) if file == "allowed" else keys.load("a", tmp_path)
+
+
+@pytest.mark.parametrize("file", ["allowed", "a.secret"])
+@pytest.mark.parametrize("data", [b"\xff\xfe\x00", b"\x80" * 100, "ä".encode(), b"\0" * 10])
+def test_what_is_no_text_is_damaged(tmp_path: Path, file: str, data: bytes) -> None:
+    keys.create("a", tmp_path)
+    (tmp_path / file).touch(mode=0o600)
+    (tmp_path / file).write_bytes(data)
+    with pytest.raises(AuthenticationError, match=rf"{file} is damaged"):
+        keys.allowed(tmp_path) if file == "allowed" else keys.load("a", tmp_path)
+
+
+def test_a_list_without_end_is_not_read_to_it(tmp_path: Path) -> None:
+    (tmp_path / "allowed").touch(mode=0o600)
+    os.truncate(tmp_path / "allowed", 1 << 40)
+    with pytest.raises(AuthenticationError, match=r"allowed is damaged: it has more than 16777216 bytes"):
+        keys.allowed(tmp_path)
+
+
+def test_a_list_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "allowed").mkdir()
+    with pytest.raises(AuthenticationError, match=r"cannot be read \(Is a directory: .*allowed\)"):
+        keys.allowed(tmp_path)
+
+
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660])
 def test_one_that_others_may_read_is_not_used(tmp_path: Path, mode: int) -> None:
     keys.create("a", tmp_path)
     (tmp_path / "a.secret").chmod(mode)
-    with pytest.raises(AuthenticationError, match=r"others may read .*a\.secret: chmod 600"):
+    with pytest.raises(AuthenticationError, match=r"others may (read|change) .*a\.secret: chmod"):
         keys.load("a", tmp_path)
 
 

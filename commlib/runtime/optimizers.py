@@ -8,9 +8,11 @@ model but what was pushed last: gradients that are summed at shards, and pulled 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -117,8 +119,31 @@ def groups_of(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[st
 
 
 def plain(value: Any) -> Any:
-    """An option as a number where it is a tensor of one."""
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    """An option as Python has it where it is a number of numpy's, or a tensor of one; in tuples, too."""
+    if isinstance(value, tuple):
+        return tuple(map(plain, value))
+    one = isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1)
+    return value.item() if one else value
+
+
+def like(value: Any, made: Any) -> bool:
+    """Whether an optimizer that was made with an option can go on with another value of it.
+
+    It is of the same kind; numbers are finite, not negative where that was not, and below 1 in a tuple (as ``betas``)
+    where that was. An option without a value, as ``foreach``, may be set or not.
+    """
+    if made is None or isinstance(made, bool):
+        return value is None or isinstance(value, bool)
+    if isinstance(made, int | float):
+        return _is_number(value) and (value >= 0 or made < 0)
+    if isinstance(made, tuple | list):
+        alike = isinstance(value, tuple | list) and len(value) == len(made)
+        return alike and all(like(v, m) and (v < 1 or m >= 1) for v, m in zip(value, made, strict=True))
+    return type(value) is type(made)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _some(names: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from commlib.errors import ProtocolError
 from commlib.runtime.amp import finite
-from commlib.runtime.optimizers import Replace
+from commlib.runtime.optimizers import Replace, like
 from commlib.server.job.chunks import Chunk
 from commlib.server.job.consistency import Threshold
 from commlib.server.job.job import ServerJob
@@ -119,12 +119,17 @@ class ChunkState:
             refuse: it goes into no value, however good it is.
 
         Raises:
-            ProtocolError: another shape or dtype, an option that it has not, an unknown worker, or one of its pushes
-                before this is missing.
+            ProtocolError: another shape or dtype, an option that it has not or a value that this cannot have, an
+                unknown worker, or one of its pushes before this is missing.
         """
         unknown = (options or {}).keys() - self._made_with.keys()
         if unknown:
             raise ProtocolError(f"worker {worker} has an optimizer with {', '.join(sorted(unknown))}, and this has not")
+        for name, value in (options or {}).items():
+            if not like(value, made := self._made_with[name]):
+                raise ProtocolError(
+                    f"worker {worker} has {name}={value!r:.80}, which an optimizer made with {made!r} cannot take"
+                )
         if gradient is not None and (gradient.shape != self.values.shape or gradient.dtype != self.values.dtype):
             raise ProtocolError(
                 f"worker {worker} pushes {gradient.dtype} of shape {tuple(gradient.shape)} to values of "

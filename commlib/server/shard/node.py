@@ -76,6 +76,11 @@ class ShardNode(MessageLoop):
         why = self._error or f"it is busy for {self._seconds:g} s"
         raise CommlibError(f"shard {self._shard.name} does not answer: {why}")
 
+    @property
+    def error(self) -> CommlibError | None:
+        """Why it serves no more, if it has ended by itself."""
+        return self._error
+
     def connect(self, epoch: Epoch) -> None:
         """Opens the ways to all members."""
         for member in epoch.members.values():

@@ -127,14 +127,16 @@ def _serve_job(
     member.start()
     try:
         node.call(lambda shard: coding.warm())  # workers do the same meanwhile
-        while not over and not stop.wait(_LOOK_S):
+        while not over and node.error is None and not stop.wait(_LOOK_S):
             if saver is not None:
                 saver.save(node)
-        if not over:
+        if not over and node.error is None:
             _leave(over, member, timeout)
     finally:
         member.stop()
         node.stop()
+    if node.error is not None:
+        raise node.error
     return over[0] if over else "it was stopped"
 
 

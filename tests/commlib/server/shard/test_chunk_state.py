@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -124,6 +125,35 @@ def test_finite_is_told_from_not_finite_even_where_the_sum_is_too_large() -> Non
 def test_a_push_of_another_model_is_refused_with_both_sides_named(wrong: Tensor) -> None:
     with pytest.raises(ProtocolError, match=r"worker 1 pushes torch\.float.* of shape .* to values of torch\.float32"):
         cell().push(1, 0, wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr", "0.1"), ("lr", math.nan), ("lr", math.inf), ("lr", -0.1), ("lr", None), ("lr", True), ("lr", [0.1]),
+        ("lr", {}), ("momentum", "x"), ("betas", 0.9), ("betas", [0.9]), ("betas", [0.9, 1.0]), ("betas", [0.9, -0.1]),
+        ("betas", [math.nan, 0.9]), ("amsgrad", 1), ("amsgrad", "yes"), ("foreach", 2),
+    ],
+)  # fmt: skip
+def test_an_option_that_no_such_optimizer_can_have_is_refused_and_the_others_go_on(name: str, value: object) -> None:
+    kinds = {"momentum": functools.partial(torch.optim.SGD, lr=0.1)}
+    kind = kinds.get(name, functools.partial(torch.optim.Adam, lr=0.1, foreach=None))
+    made = ChunkState(torch.linspace(-1, 1, 5), lambda p: kind(p), range(2), ASP().threshold())
+    before = made.values.clone()
+    with pytest.raises(ProtocolError, match=rf"worker 0 has {name}=.*, which an optimizer made with .* cannot take"):
+        made.push(0, 0, gradient(0), {name: value})
+    assert torch.equal(made.values, before)
+    assert made.push(1, 0, gradient(1), {"lr": 0.2})
+    assert made.push(0, 0, gradient(0))
+    assert made.values.isfinite().all()
+
+
+@given(lr=st.floats(0, 1e3), betas=st.tuples(st.floats(0, 0.999), st.floats(0, 0.999)), flag=st.booleans())
+def test_options_that_a_scheduler_may_set_are_taken(lr: float, betas: tuple[float, float], flag: bool) -> None:
+    made = ChunkState(torch.zeros(5), functools.partial(torch.optim.Adam, lr=0.1), range(1), ASP().threshold())
+    made.push(0, 0, gradient(0), {"lr": lr, "betas": list(betas), "weight_decay": 1, "maximize": flag, "foreach": flag})
+    assert made.optimizer.param_groups[0]["lr"] == lr
+    assert made.values.isfinite().all()
 
 
 def test_a_read_waits_until_the_values_are_new_enough() -> None:

@@ -10,13 +10,14 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
-from tests.support.server_cluster import HANG_S, Cluster
+from tests.support.server_cluster import HANG_S, Cluster, until
 
 
 def make(width: int = 6) -> tuple[nn.Sequential, torch.optim.SGD]:
@@ -259,3 +260,56 @@ def test_an_error_in_the_loop_is_what_is_raised_and_the_others_go_on() -> None:
     assert isinstance(second, ZeroDivisionError)
     assert first == third
     assert cluster.ends == ["all workers have left"]
+
+
+@pytest.mark.parametrize("lr", ["0.1", float("nan"), -1.0])
+def test_a_worker_whose_learning_rate_is_none_is_told_and_the_others_go_on(lr: Any) -> None:
+    def worker(rank: int) -> list[Tensor]:
+        model, optimizer = make()
+        with cluster.join(model, optimizer, rank, "asp") as server:
+            for step in range(6):
+                if rank == 0 and step == 2:
+                    optimizer.param_groups[0]["lr"] = lr
+                optimizer.zero_grad()
+                backward(model, 0.1)
+                server.step()
+        return [p.detach() for p in model.parameters()]
+
+    with Cluster(2, 2) as cluster:
+        first, second = cluster.outcomes(worker)
+    assert isinstance(first, commlib.CommlibError)
+    assert f"worker 0 has lr={lr!r}, which an optimizer made with 0.1 cannot take" in str(first)
+    assert all(bool(p.isfinite().all()) for p in second)
+    assert not any("Error" in end for end in cluster.ends)
+
+
+def test_a_learning_rate_of_numpys_is_a_number() -> None:
+    with alone() as (model, optimizer, server):
+        before = [p.detach().clone() for p in model.parameters()]
+        for lr in (np.float32(0.05), np.float64(0.01), torch.tensor(0.02)):
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.zero_grad()
+            backward(model)
+            server.step()
+    assert not any(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_a_shard_that_cannot_go_on_ends_by_an_error_at_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def push(*args: object, **options: object) -> None:
+        raise TypeError("a mistake of ours")
+
+    with Cluster(1, 1) as cluster:
+        model, optimizer = make()
+        server = cluster.join(model, optimizer, 0, timeout=20.0, patience=2.0)
+        monkeypatch.setattr("commlib.server.shard.chunk_state.ChunkState.push", push)
+        backward(model)
+        with contextlib.suppress(commlib.CommlibError):
+            server.step()
+        until(lambda: bool(cluster.ends))
+        with contextlib.suppress(commlib.CommlibError):
+            server.close()
+    (end,) = cluster.ends
+    assert re.fullmatch(r"CommlibError: .*shard \S+ cannot go on: TypeError: a mistake of ours", end)
+    caplog.clear()  # what is logged with a traceback keeps the cluster

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commlib.checkpoint.state_form import FORMAT, LEVELS, check_form, check_values, lacking
 from commlib.codecs.base import LayerSpec, Slot
 from commlib.codecs.memory_store import MemoryStore
 from commlib.codecs.slots import NODE, OWNER
@@ -23,15 +24,13 @@ from commlib.exchange.hierarchy import Hierarchy, HierarchyShare, share
 from commlib.groups.world import World
 from commlib.planning.plan import Plan, PlannedLayer
 
-FORMAT = 1
-_LEVELS = 2  # the format of states with slots in units of a node's mean: a version that knows none must not lose them
 StateDict = dict[str, Any]
 
 
 def to_state(plan: Plan, store: MemoryStore, world: World, step: int, hierarchy: Hierarchy | None = None) -> StateDict:
     """This rank's state."""
     return {
-        **({"format": FORMAT} if hierarchy is None else {"format": _LEVELS, "nodes": str(hierarchy)}),
+        **({"format": FORMAT} if hierarchy is None else {"format": LEVELS, "nodes": str(hierarchy)}),
         "world_size": world.size,
         "step": step,
         "layers": _layers(plan),
@@ -50,7 +49,7 @@ def merge_state_dicts(states: Sequence[StateDict]) -> StateDict:
     if not states:
         raise ValueError("no state dicts to merge: pass the state_dict() of every rank")
     for state in states:
-        _check_form(state)
+        check_form(state)
     merged = {**states[0], "ranks": {}}
     for state in states:
         for key in ("format", "world_size", "nodes", "step", "layers", "routes"):
@@ -90,19 +89,21 @@ def from_state(
         store.clear()
         return int(state["step"])
     ranks: Mapping[str, Any] = state["ranks"]
+    shapes = {name: layer.spec.shape for name, layer in plan.layers.items()}
     levels = state.get("nodes") == (None if hierarchy is None else str(hierarchy))
     shares = {p.spec.name: share(p.route, p.spec, world, hierarchy) for p in plan}
     if levels and state["world_size"] == world.size and str(world.rank) in ranks:
+        check_values({str(world.rank): ranks[str(world.rank)]}, shapes)
         found = _own(ranks[str(world.rank)], plan, shares, same=state["routes"] == _routes(plan))
     else:
-        missing = [r for r in range(state["world_size"]) if str(r) not in ranks]
-        if missing:
+        if missing := lacking(state):
             other = "" if levels else " with another hierarchy"
             raise CheckpointMismatch(
                 f"this is the state of rank {', '.join(sorted(ranks))} of {state['world_size']}, loaded by rank "
                 f"{world.rank} of {world.size}{other}: collect every rank's state_dict() with "
                 f"commlib.merge_state_dicts and load that (missing: rank {', '.join(map(str, missing))})"
             )
+        check_values(ranks, shapes)
         nodes = len(state["nodes"].split()) if "nodes" in state else 1
         old = [ranks[str(r)] for r in range(state["world_size"])]
         found = [entry for p in plan for entry in _carry_over(p, old, nodes, shares[p.spec.name])]
@@ -138,17 +139,13 @@ def _own(entries: Mapping[str, Any], plan: Plan, shares: Mapping[str, HierarchyS
     """
     found = []
     for name, slots in entries.items():
-        if name not in plan.layers:
-            raise CheckpointMismatch(f"damaged state dict: it has slots of {name!r}, which is none of its layers")
         expected = _expected(plan.layers[name], shares[name])
         for key, entry in slots.items():
-            value = entry.get("value") if isinstance(entry, Mapping) else None
-            if not isinstance(value, Tensor):
-                raise CheckpointMismatch(f"damaged state dict: slot {key!r} of {name!r} has no value")
+            value = entry["value"]
             slot, start = expected.get(key, (None, 0))
             if slot is None or tuple(value.shape) != slot.shape:
-                if entry.get("role") == "pending":
-                    slot, start = _of_another_route(plan.layers[name].spec, key, entry)
+                if entry["role"] == "pending":  # of a route that is not here: of all of the layer, or of some rows
+                    slot, start = Slot(tuple(value.shape), "pending"), entry.get("start", 0)
                 elif not same:
                     continue
                 else:
@@ -158,14 +155,6 @@ def _own(entries: Mapping[str, Any], plan: Plan, shares: Mapping[str, HierarchyS
                     )
             found.append((name, key, slot, value, start))
     return found
-
-
-def _of_another_route(spec: LayerSpec, key: str, entry: Mapping[str, Any]) -> tuple[Slot, int]:
-    """What a route that is not here holds back of a layer: of all of it, or of some rows."""
-    shape, start, whole = tuple(entry["value"].shape), entry.get("start", 0), spec.shape or (1,)
-    if shape != spec.shape and not (shape[1:] == whole[1:] and start >= 0 and start + shape[0] <= whole[0]):
-        raise CheckpointMismatch(f"damaged state dict: slot {key!r} of {spec.name!r} of shape {shape} does not fit it")
-    return Slot(shape, "pending"), start
 
 
 def _expected(layer: PlannedLayer, part: HierarchyShare) -> dict[str, tuple[Slot, int]]:
@@ -212,22 +201,13 @@ def _mean(spec: LayerSpec, key: str, old: Sequence[Mapping[str, Any]], nodes: in
         for rank in old:
             entry = rank.get(spec.name, {}).get(prefix + key)
             if entry is not None and entry["value"].numel():
-                value, start = entry["value"].cpu().reshape(-1, *total.shape[1:]), int(entry["start"])
+                value, start = entry["value"].cpu().reshape(-1, *total.shape[1:]), entry.get("start", 0)
                 total[start : start + len(value)] += value.double() * weight
     return total.float()
 
 
-def _check_form(state: Any) -> None:
-    if not isinstance(state, Mapping) or state.get("format") != (_LEVELS if "nodes" in state else FORMAT):
-        found = state.get("format") if isinstance(state, Mapping) else type(state).__name__
-        raise CheckpointMismatch(f"not a commlib state dict of format {FORMAT} or {_LEVELS} (found {found!r})")
-    missing = [k for k in ("world_size", "step", "layers", "routes", "ranks") if k not in state]
-    if missing:
-        raise CheckpointMismatch(f"damaged state dict: it has no {', '.join(missing)}")
-
-
 def _check_model(state: Any, plan: Plan) -> None:
-    _check_form(state)
+    check_form(state)
     here, there = _layers(plan), state["layers"]
     if here != there:
         names = [n for n in {**there, **here} if here.get(n) != there.get(n)]

@@ -64,7 +64,7 @@ def test_rows_that_another_route_held_back_are_taken_over_up_to_the_last_one(sta
 
 def test_rows_beyond_the_last_one_are_damage() -> None:
     state = saved("onebit@scatter_gather", "owner.residual", Slot((2, 8)), torch.ones(2, 8), 4)
-    with pytest.raises(CheckpointMismatch, match=r"of shape \(2, 8\) does not fit it"):
+    with pytest.raises(CheckpointMismatch, match=r"of shape \(2, 8\), and should be rows of \(5, 8\), from row 4"):
         from_state(state, planned("none"), MemoryStore(), ME, drop_residuals=False)
 
 

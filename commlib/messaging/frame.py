@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from commlib.errors import ProtocolError
+from commlib.messaging.nesting import check_nesting
 
 VERSION = 1
 MAGIC = b"cml"
@@ -209,6 +210,7 @@ _FIELDS: Mapping[str, _Check] = {
     "session": _whole((1 << 63) - 1),
 }
 """In the order of the wire, after the kind."""
+_ITEMS = 1 + len(_FIELDS)
 
 
 def _header(buffer: memoryview, limits: Limits) -> list[Any]:
@@ -221,7 +223,12 @@ def _header(buffer: memoryview, limits: Limits) -> list[Any]:
         found = start[len(MAGIC) :].hex() or "none"
         raise ProtocolError(f"version {found} of the wire format, this is {VERSION:02x}: install the same commlib")
     try:
-        values = msgpack.unpackb(buffer[len(start) :], max_ext_len=0, max_map_len=0, max_bin_len=0)
+        most = _ITEMS + limits.keys + limits.dims
+        check_nesting(buffer[len(start) :], depth=2, items=most)
+        given = {"max_array_len": most, "max_ext_len": 0, "max_map_len": 0, "max_bin_len": 0}
+        values = msgpack.unpackb(buffer[len(start) :], **given)
+    except ProtocolError as e:
+        raise ProtocolError(f"a header that cannot be read: {e}") from None
     except Exception as e:  # msgpack raises ValueError, its own and others; of bytes all mean the same
         raise ProtocolError(f"a header that cannot be read ({type(e).__name__}); it may be cut off") from None
     if type(values) is not list or len(values) != 1 + len(_FIELDS):

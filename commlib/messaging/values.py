@@ -15,10 +15,13 @@ import msgpack
 import torch
 from torch import Tensor
 
+from commlib.errors import ProtocolError
 from commlib.messaging.frame import DTYPES, Buffer, from_buffer, to_buffer
+from commlib.messaging.nesting import check_nesting
 
 _TENSOR = 1
-_LIST = 1 << 12  # msgpack makes room for what a list claims: nested 1000 deep, these are 32 MB at most
+_LIST = 1 << 12
+_DEPTH, _ITEMS = 64, 1 << 24
 
 
 class Unreadable(ValueError):
@@ -49,6 +52,8 @@ def unpack(head: memoryview | bytes, tensors: memoryview) -> list[Any]:
         return _read(head, tensors)
     except Unreadable:
         raise
+    except ProtocolError as e:
+        raise Unreadable(str(e)) from e
     except Exception as e:  # msgpack and torch raise many; of bytes all mean the same
         raise Unreadable(f"{type(e).__name__}: {e}") from e
 
@@ -66,6 +71,7 @@ def _read(head: memoryview | bytes, rest: memoryview) -> list[Any]:
         own, rest, dtype = bytearray(rest[:nbytes]), rest[nbytes:], getattr(torch, name)
         return from_buffer(own, dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype)
 
+    check_nesting(head, depth=_DEPTH, items=_ITEMS)
     values = msgpack.unpackb(head, ext_hook=tensor, strict_map_key=False, max_array_len=_LIST)
     if not isinstance(values, list):
         raise Unreadable("it is no list of values")

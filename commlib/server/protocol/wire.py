@@ -25,6 +25,7 @@ from torch import Tensor
 from commlib.codecs.filter import Content
 from commlib.errors import ProtocolError
 from commlib.messaging.frame import DTYPES, Buffer, from_buffer, to_buffer
+from commlib.messaging.nesting import check_nesting
 from commlib.server.protocol.messages import (
     Ack,
     Adopt,
@@ -63,7 +64,8 @@ _KINDS: tuple[type[Message], ...] = (
 _HEAVY = (Push, Values, Replicate, Adopt, Start, Keys, Moved, Agreed)
 _TENSOR = 1
 _TEXT = 1024  # characters of a key, of a shard's name
-_LIST = 1 << 16  # entries: msgpack makes room for as many as a list says, before they come
+_DEPTH, _ITEMS = 32, 1 << 16  # of all messages of a frame
+_LIST = 1 << 16
 
 
 def heavy(message: Message) -> bool:
@@ -100,9 +102,10 @@ def unpack(parts: Sequence[Buffer]) -> list[Message]:
         raise ProtocolError(f"a message of the parameter server in {len(parts)} parts")
     tensors = _Tensors(parts[1] if len(parts) == 2 else b"")
     try:
+        check_nesting(memoryview(parts[0]).cast("B"), depth=_DEPTH, items=_ITEMS)
         found = msgpack.unpackb(parts[0], ext_hook=tensors.next, strict_map_key=False, max_array_len=_LIST)
-    except ProtocolError:
-        raise
+    except ProtocolError as e:
+        raise ProtocolError(f"a message that cannot be read: {e}") from None
     except Exception as e:  # msgpack raises ValueError, its own and others; of bytes all mean the same
         raise ProtocolError(f"a message that cannot be read ({type(e).__name__}); it may be cut off") from None
     if not isinstance(found, list) or not found:

@@ -98,7 +98,7 @@ def claim(dtype: object, shape: object) -> bytes:
         (msgpack.packb([1])[:-1], b"", ":"),
         (b"", b"", ":"),
         (b"\xdd\xff\xff\xff\xff", b"", "max_array_len"),
-        (b"\x91" * 3000 + b"\x01", b"", ":"),
+        (b"\x91" * 3000 + b"\x01", b"", "it nests deeper than 64 levels"),
         (pickle.dumps([1]), b"", ":"),
     ],
 )

@@ -100,9 +100,9 @@ def compare(
 
 
 def index(records: Sequence[Record]) -> Side:
-    """Rows by (kind, what they measured and where)."""
+    """Rows by (kind, what they measured and where); of kinds that can be compared."""
     found: Side = {}
-    for record in records:
+    for record in (r for r in records if r.kind in KINDS):
         place = tuple(record.run.get(name) for name in _PLACE)
         for row in record.rows:
             key = (*place, *(row.get(name) for name in KINDS[record.kind].names))

@@ -172,6 +172,17 @@ def test_within_is_refused_where_it_could_not_fail(tmp_path: Path) -> None:
         compare(a, b, within=5)
 
 
+def test_what_a_gpu_told_in_parts_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        save(tmp_path / name, [{"route": "none", "step_ms": 1.0}], kind="gpu", stage="ranks")
+        save(tmp_path / name, [train("x", 1.0, 1.0)])
+    assert [r["kind"] for r in compared(capsys, tmp_path / "a", tmp_path / "b")[0]] == ["train"]
+    for name in ("c", "d"):
+        save(tmp_path / name, [{"route": "none", "step_ms": 1.0}], kind="gpu", stage="ranks")
+    with pytest.raises(ValueError, match=r"measured in both: .* has 1 rows of gpu"):
+        compare(tmp_path / "c", tmp_path / "d")
+
+
 def test_nothing_in_common_says_what_each_has(tmp_path: Path) -> None:
     a, b = save(tmp_path / "a", [train("x", 1.0, 1.0)]), save(tmp_path / "b", [link(1, 1.0)], kind="link", hosts=2)
     with pytest.raises(

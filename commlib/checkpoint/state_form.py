@@ -50,7 +50,7 @@ def check_form(state: Any) -> None:
         _demand(isinstance(layers, Mapping), f"rank {rank}", layers, "a map of layers")
         for name, slots in layers.items():
             where = f"rank {rank}, {name!r:.80}"
-            _demand(name in state["layers"], where, name, "a layer of this state dict")
+            _demand(isinstance(name, str), where, name, "a layer's name")
             _demand(isinstance(slots, Mapping), where, slots, "a map of slots")
             for key, entry in slots.items():
                 _check_entry(entry, f"{where}, {key!r:.80}", isinstance(key, str))
@@ -73,7 +73,9 @@ def check_values(ranks: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) 
         CheckpointMismatch: with the key.
     """
     for rank, name, key, entry in _entries(ranks):
-        where, value, whole = f"rank {rank}, {name!r:.80}, {key!r:.80}", entry["value"], tuple(shapes[name]) or (1,)
+        where, value = f"rank {rank}, {name!r:.80}, {key!r:.80}", entry["value"]
+        _demand(name in shapes, where, name, "of a layer of this state dict")
+        whole = tuple(shapes[name]) or (1,)
         shape, start = tuple(value.shape) or (1,), entry.get("start", 0)
         fits = len(shape) == len(whole) and shape[1:] == whole[1:] and start + shape[0] <= whole[0]
         if entry["role"] != "replicated":

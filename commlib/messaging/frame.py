@@ -210,23 +210,21 @@ _FIELDS: Mapping[str, _Check] = {
     "session": _whole((1 << 63) - 1),
 }
 """In the order of the wire, after the kind."""
-_ITEMS = 1 + len(_FIELDS)
 
 
 def _header(buffer: memoryview, limits: Limits) -> list[Any]:
     if len(buffer) > limits.header:
         raise ProtocolError(f"a header of {len(buffer)} bytes, of which {limits.header} are allowed")
-    start = bytes(buffer[: len(MAGIC) + 1])
+    start, rest = bytes(buffer[: len(MAGIC) + 1]), buffer[len(MAGIC) + 1 :]
+    most = 1 + len(_FIELDS) + limits.keys + limits.dims
     if start[: len(MAGIC)] != MAGIC:
         raise ProtocolError(f"not commlib's: it begins with {start!r}")
     if len(start) == len(MAGIC) or start[-1] != VERSION:
         found = start[len(MAGIC) :].hex() or "none"
         raise ProtocolError(f"version {found} of the wire format, this is {VERSION:02x}: install the same commlib")
     try:
-        most = _ITEMS + limits.keys + limits.dims
-        check_nesting(buffer[len(start) :], depth=2, items=most)
-        given = {"max_array_len": most, "max_ext_len": 0, "max_map_len": 0, "max_bin_len": 0}
-        values = msgpack.unpackb(buffer[len(start) :], **given)
+        check_nesting(rest, depth=2, items=most)
+        values = msgpack.unpackb(rest, max_array_len=most, max_ext_len=0, max_map_len=0, max_bin_len=0)
     except ProtocolError as e:
         raise ProtocolError(f"a header that cannot be read: {e}") from None
     except Exception as e:  # msgpack raises ValueError, its own and others; of bytes all mean the same

@@ -280,7 +280,10 @@ MUTANTS: Sequence[Mutant] = (
 """,
         """\
     try:
-        values = msgpack.unpackb(buffer[len(start) :], max_ext_len=0, max_map_len=0, max_bin_len=0)
+        check_nesting(rest, depth=2, items=most)
+        values = msgpack.unpackb(rest, max_array_len=most, max_ext_len=0, max_map_len=0, max_bin_len=0)
+    except ProtocolError as e:
+        raise ProtocolError(f"a header that cannot be read: {e}") from None
     except Exception as e:  # msgpack raises ValueError, its own and others; of bytes all mean the same
         raise ProtocolError(f"a header that cannot be read ({type(e).__name__}); it may be cut off") from None
 """,
@@ -322,10 +325,10 @@ MUTANTS: Sequence[Mutant] = (
     ),
     Mutant(
         "commlib/checkpoint/state_dict.py",
-        "start + shape[0] <= whole[0])",
-        "start + shape[0] < whole[0])",
+        '("", 1 / len(old))',
+        '("", 1 / (len(old) + 1))',
         "off by one",
-        "tests/commlib/checkpoint/test_state_dict_fits.py::test_rows_that_another_route_held_back_are_taken_over_up_to_the_last_one",
+        "tests/commlib/checkpoint/test_state_form.py::test_residuals_of_two_ranks_become_their_mean_on_one",
     ),
     swapped(
         "commlib/checkpoint/state_dict.py",

@@ -67,6 +67,14 @@ def test_what_is_whole_is_taken_over_by_any_number_of_ranks(size: int) -> None:
     assert not untouched(store)
 
 
+def test_residuals_of_two_ranks_become_their_mean_on_one() -> None:
+    store, error = load(whole(), 1, rank=0)
+    assert error is None
+    both = [part(rank)["ranks"][str(rank)]["b.weight"]["residual"]["value"] for rank in (0, 1)]
+    kept: Any = store.export()["b.weight"]["residual"]["value"]
+    assert torch.equal(kept, ((both[0].double() + both[1].double()) / 2).float())
+
+
 ENTRY = ("ranks", "1", "a.weight", "residual")
 
 
@@ -89,7 +97,8 @@ ENTRY = ("ranks", "1", "a.weight", "residual")
         (("ranks", 1), {}, "'ranks', 1 is int 1, and should be one of 2 ranks"),
         (("ranks", "01"), {}, "'ranks', '01' is 01"),
         (("ranks", "1"), None, "rank 1 is NoneType None, and should be a map of layers"),
-        (("ranks", "1", "d"), {}, "rank 1, 'd' is d, and should be a layer of this state dict"),
+        (("ranks", "1", "d"), {"r": {"value": torch.ones(3), "role": "pending"}}, "'d', 'r' is d, and should be of a"),
+        (("ranks", "1", 5), {}, "rank 1, 5 is int 5, and should be a layer's name"),
         (("ranks", "1", "a.weight"), 5, "rank 1, 'a.weight' is int 5, and should be a map of slots"),
         (ENTRY, torch.ones(5, 8), "rank 1, 'a.weight', 'residual' is Tensor tensor("),
         ((*ENTRY, "value"), None, "'residual', 'value' is NoneType None, and should be a tensor"),

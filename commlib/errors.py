@@ -41,9 +41,11 @@ class PeerLost(CommlibError):
 
     Attributes:
         rank: which, where it is one that is known to be gone.
+        roll_called: whether its words say what a roll call has found.
     """
 
     rank: int | None = None
+    roll_called: bool = False
 
 
 class StoreSilent(PeerLost):

@@ -131,9 +131,9 @@ def roll_call(group: Any, key: str, world: World) -> str:
 def explained(group: Any, key: str, world: World, error: BaseException) -> str:
     """A backend's error and who is missing, in words that are left for the others too. Never raises.
 
-    An error of a backend of ours says that already: it has called the roll of its own.
+    An error of the process group ``"zmq"`` says that already: it has called the roll of its own.
     """
-    if isinstance(error, PeerLost):
+    if isinstance(error, PeerLost) and error.roll_called:
         announce(group, key, f"rank {world.rank}: {error}")
         return str(error)
     return f"{error}; {roll_call(group, key, world)}"

@@ -7,10 +7,12 @@ most systems; where it does not, or on another system, the memory is as any.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
 import mmap
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -41,6 +43,25 @@ def _room(nbytes: int) -> mmap.mmap | None:
     except OSError:  # a kernel built without them; or no memory, which PyTorch says better
         return None
     return room
+
+
+def give_back() -> None:
+    """Give the system back what the C library keeps of memory that was freed, after work that took much of it for once.
+
+    glibc keeps it between blocks that are still in use, and takes more for the next such work; other libraries have no
+    such call, and nothing happens.
+    """
+    if (trim := _malloc_trim()) is not None:
+        trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError, TypeError):  # TypeError: Windows
+        return None
+    return found
 
 
 class _Held(threading.local):

@@ -185,5 +185,7 @@ class Engine:
             return error
         kind = type(error) if isinstance(error, (PeerLost, ProtocolError)) else CommlibError
         named = kind(f"{error} ({where}; {self._roll_call()})")
+        if isinstance(named, PeerLost):
+            named.roll_called = True
         named.__cause__ = error
         return named

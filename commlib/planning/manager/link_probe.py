@@ -22,6 +22,7 @@ from commlib.groups.world import World
 from commlib.messaging.link_model import AlphaBeta, AlphaBetaFit, Link, fit
 from commlib.planning.route import resolve
 from commlib.planning.simulate import part
+from commlib.runtime.scratch import give_back, zeros
 
 _SIZES = (16 << 10, 1 << 20, 8 << 20)  # bytes a rank sends
 _SERVED = (16 << 10, 4 << 20, 32 << 20)  # the same to servers, where a chunk has some megabytes
@@ -66,15 +67,17 @@ class LinkProbe:
         lines = self._line(reduce, held), self._line(self._gather, 1.0)
         sent = min(_SIZES[-1], int(_BESIDE_S / lines[0].beta)) if lines[0].beta else _SIZES[-1]
         drag = self._drag(reduce(max(sent, 1)))
-        return Link(self.world.size, *lines, drag=drag, push_pull=self._push_pull(self.groups.get("servers")))
+        found = Link(self.world.size, *lines, drag=drag, push_pull=self._push_pull(self.groups.get("servers")))
+        give_back()  # Gloo takes room for its own for each of these messages, which are larger than a small model's
+        return found
 
     def _reduce(self, sent: int) -> Callable[[], None]:
-        tensor = torch.zeros(self._values(sent), dtype=torch.float32, device=self.device)
+        tensor = zeros((self._values(sent),), torch.float32, self.device)
         return lambda: self.group.allreduce([tensor]).wait()
 
     def _two_levels(self, hierarchy: Hierarchy, sent: int) -> Callable[[], None]:
         """The exchange itself, round by round: each is issued, alike on all ranks, once the one before is through."""
-        grad = torch.zeros(self._values(sent), dtype=torch.float32, device=self.device)
+        grad = zeros((self._values(sent),), torch.float32, self.device)
         route, store = resolve("none", 2), MemoryStore()
 
         def through() -> None:
@@ -85,8 +88,8 @@ class LinkProbe:
         return through
 
     def _gather(self, sent: int) -> Callable[[], None]:
-        tensor = torch.zeros(max(1, sent // (self.world.size - 1)), dtype=torch.uint8, device=self.device)
-        out = torch.empty(self.world.size * len(tensor), dtype=torch.uint8, device=self.device)
+        tensor = zeros((max(1, sent // (self.world.size - 1)),), torch.uint8, self.device)
+        out = zeros((self.world.size * len(tensor),), torch.uint8, self.device)
         return lambda: self.group._allgather_base(out, tensor).wait()
 
     def _values(self, sent: int) -> int:

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from commlib.errors import PlanMismatch
+from commlib.errors import PeerLost, PlanMismatch
 from commlib.groups import handshake
 from commlib.groups.handshake import (
     agree,
     answer_roll_call,
+    explained,
     meeting_place,
     publish_failure,
     roll_call,
@@ -86,3 +87,21 @@ def test_who_has_waited_before_anybody_called_has_not_answered_the_call(monkeypa
     assert roll_call(group, "k", World(0, 2)) == "rank 1 did not answer a roll call"
     assert answer_roll_call(group, "k", World(1, 2)) == "rank 1 did not answer a roll call"  # it is over
     assert roll_call(group, "k", World(0, 2)) == "all ranks still answer a roll call"
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, PeerLost])
+def test_an_error_of_a_backend_is_told_with_who_is_missing(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "ROLL_CALL_S", 0.1)
+    group = in_one_process()
+    said = explained(group, "k", World(0, 2), kind("timed out"))
+    assert said == "timed out; rank 1 did not answer a roll call"
+    assert answer_roll_call(group, "k", World(1, 2)) == "rank 1 did not answer a roll call"
+
+
+def test_an_error_that_has_called_the_roll_is_left_for_the_others_as_it_is() -> None:
+    group, error = in_one_process(), PeerLost("nothing came from rank 1; rank 1 did not answer a roll call")
+    error.roll_called = True
+    assert explained(group, "k", World(0, 3), error) == str(error)
+    assert answer_roll_call(group, "k", World(2, 3)) == f"rank 0: {error}"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from commlib.runtime import scratch as module
 from commlib.runtime.scratch import _held, scratch
 
 CPU = torch.device("cpu")
@@ -42,3 +44,26 @@ def test_other_devices_have_an_allocator_that_knows_of_streams() -> None:
     meta = torch.device("meta")
     scratch("test", (8,), torch.float32, meta)
     assert ("test", torch.float32, meta) not in _held.tensors
+
+
+def test_memory_that_was_freed_goes_back_where_the_c_library_can_do_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def trim(pad: int) -> int:
+        asked.append(pad)
+        return 1
+
+    monkeypatch.setattr(module, "_malloc_trim", lambda: trim)
+    module.give_back()
+    assert asked == [0]
+    monkeypatch.setattr(module, "_malloc_trim", lambda: None)
+    module.give_back()
+    assert asked == [0]
+
+
+def test_a_c_library_without_such_a_call_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(name: object) -> object:
+        raise TypeError("bad argument type for built-in operation")
+
+    monkeypatch.setattr("ctypes.CDLL", none)
+    assert module._malloc_trim.__wrapped__() is None

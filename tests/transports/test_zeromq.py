@@ -94,8 +94,9 @@ def test_keys_are_for_both_or_for_none_and_are_keys() -> None:
 
 def test_one_without_a_key_gets_nowhere() -> None:
     with two_with_keys() as (_, b), ZeroMQ(5) as stranger:
-        stranger.connect(1, b.address)
-        stranger.send(1, clock=99)
+        with contextlib.suppress(PeerLost):  # it may have been turned away by the time it says hello, or later
+            stranger.connect(1, b.address)
+            stranger.send(1, clock=99)
         with pytest.raises(PeerLost, match="nothing came from rank 5: it has never said hello"):
             b.recv(5, timeout=1)
 
@@ -103,7 +104,8 @@ def test_one_without_a_key_gets_nowhere() -> None:
 def test_one_whose_key_is_not_allowed_gets_nowhere_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "commlib")
     with two_with_keys() as (_, b), ZeroMQ(5, keys=STRANGERS) as stranger:
-        stranger.connect(1, b.address, key=YOURS.public)
+        with contextlib.suppress(PeerLost):  # as above
+            stranger.connect(1, b.address, key=YOURS.public)
         with pytest.raises(PeerLost, match="rank 1 has refused the connection of rank 5: does it allow "):
             _send_until_told(stranger, b)
         assert f"turned away one with key {STRANGERS.public}, which is not allowed here" in caplog.text
@@ -177,8 +179,9 @@ def test_connections_of_hosts_that_are_none_of_the_peers_end_at_once_however_man
             assert {s.recv(1) for s in strangers} == {b""}, "one heard a greeting"
             until(lambda: len(os.listdir("/proc/self/fd")) - held <= 300)  # the endpoint holds none of them
         with ZeroMQ(2, host="127.0.0.9", hosts=hosts) as stranger:
-            stranger.connect(1, b.address)
-            stranger.send(1, clock=5)
+            with contextlib.suppress(PeerLost):
+                stranger.connect(1, b.address)
+                stranger.send(1, clock=5)
             a.send(1, clock=2)
             assert b.recv(timeout=60).clock == 2
             with pytest.raises(PeerLost, match="nothing came from any rank"):

@@ -1,4 +1,4 @@
-"""What a benchmark is doing, on standard error: a bar on a terminal, else nothing."""
+"""Progress of a benchmark, on standard error: a bar on a terminal, else nothing."""
 
 from __future__ import annotations
 

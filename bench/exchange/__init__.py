@@ -1,1 +1,1 @@
-"""What a DDP step costs with each exchange and codec, when the model computes nothing."""
+"""Cost of a DDP step with each exchange and codec, when the model computes nothing."""

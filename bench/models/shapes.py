@@ -122,7 +122,7 @@ def _affine(name: str, shape: tuple[int, ...], *, bias: int | None = None) -> It
 
 
 def find_factory(model: str) -> Callable[[], object]:
-    """What a user means by ``module:factory``. The current directory counts.
+    """Function that a user means by ``module:factory``. The current directory counts.
 
     Raises:
         ValueError: there is nothing of that name, or nothing that can be called.

@@ -27,7 +27,7 @@ _KINDS: tuple[tuple[Kind, tuple[type, ...]], ...] = (
 
 
 def own(name: str, example: str | None) -> LayeredModel:
-    """What ``module:factory`` returns, counted on an example.
+    """Model that ``module:factory`` returns, counted on an example.
 
     Linear layers are those whose factors ``commlib.attach`` would exchange.
 

@@ -1,4 +1,4 @@
-"""What Poseidon's authors report, beside what this plan predicts for their set-up.
+"""Reports of Poseidon's authors, beside this plan's predictions for their set-up.
 
 No constant here, or anywhere in the plan, was chosen to meet these points.
 """
@@ -96,7 +96,7 @@ def for_people(row: Row) -> Row:
 
 
 def assumed(shown: Sequence[Row]) -> list[str]:
-    """What the predictions of these rows stand on, in sentences."""
+    """Assumptions behind the predictions of these rows, in sentences."""
     said = [
         f"Predicted with batch {BATCH}, {LATENCY_US:g} µs and {TFLOPS[0]:g} to {TFLOPS[1]:g} TFLOP/s: "
         "a Titan X (Maxwell) has 6.1 at most."

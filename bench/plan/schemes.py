@@ -1,4 +1,4 @@
-"""What a step takes by each scheme, on a number of ranks.
+"""Time of a step by each scheme, on a number of ranks.
 
 When a step's gradients are there: a forward and backward pass on paper, in DDP's buckets.
 """

@@ -1,4 +1,4 @@
-"""What a plan says: rows for the record, tables and sentences for the reader.
+"""Texts of a plan: rows for the record, tables and sentences for the reader.
 
 Layers by name, many at a time: the same layer of every block is one line.
 """
@@ -99,7 +99,7 @@ def scaling(model: LayeredModel, found: Sequence[SchemeOutcome]) -> list[Row]:
 
 
 def routes(model: LayeredModel, found: Sequence[SchemeOutcome]) -> list[str]:
-    """What auto chose, a line for every run of equal choices."""
+    """Choices of auto, a line for every run of equal ones."""
     chosen = [o for o in found if o.scheme == "auto" and o.ranks > 1]
     said = []
     for names, run in itertools.groupby(chosen, key=lambda o: _by_route(model, o)):

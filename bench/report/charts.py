@@ -1,4 +1,4 @@
-"""What the pictures are made of: rows of bars, the words at them, a key, a time axis.
+"""Parts of the pictures: rows of bars, the words at them, a key, a time axis.
 
 Colours are those of Okabe and Ito, which differ for every common kind of colour blindness; what a colour
 says is also written at the bar.
@@ -101,7 +101,7 @@ def beside(axes: Axes, text: str, x: float, y: float, *, colour: str = INK, size
 
 
 def name_rows(axes: Axes, names: Sequence[str]) -> None:
-    """What each row is, at its left."""
+    """Name each row, at its left."""
     axes.set_yticks(range(len(names)), [n if len(n) <= 34 else f"{n[:33]}…" for n in names])
 
 
@@ -116,7 +116,7 @@ def key(figure: Figure, entries: Sequence[tuple[str, str, str]]) -> None:
 
 
 def note(figure: Figure, lines: Sequence[str]) -> None:
-    """What the picture does not show, at its foot."""
+    """Note what the picture does not show, at its foot."""
     text = "\n".join(textwrap.shorten(line, 130, placeholder=" …") for line in lines)
     figure.text(0.01, 0.06 / figure.get_figheight(), text, va="bottom", fontsize=8, color=RED)
 

@@ -129,7 +129,7 @@ def median(rows: Sequence[Row], figure: str) -> float | None:
 
 
 def broken(key: tuple[str, Key], a: Sequence[Row], b: Sequence[Row]) -> str | None:
-    """What no ratio shows: a figure that one side does not have, a loss that is right on one side only."""
+    """Fault that no ratio shows: a figure that one side does not have, a loss that is right on one side only."""
     figure = KINDS[key[0]].gate or KINDS[key[0]].figures[0]
     found = [median(side, figure) is not None for side in (a, b)]
     if found[0] != found[1]:

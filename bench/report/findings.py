@@ -1,4 +1,4 @@
-"""What a record says, kind by kind, and what a folder of records says in all."""
+"""Findings of a record, kind by kind, and of a folder of records in all."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def summary(records: Sequence[Record]) -> list[Finding]:
 
 
 def of_group(record: Record, title: str, rows: Sequence[Row]) -> list[Finding]:
-    """What there is to say of some rows of a record (:func:`commlib.bench.report.formatting.groups`)."""
+    """Findings of some rows of a record (:func:`commlib.bench.report.formatting.groups`)."""
     if record.kind == "link":
         return _link(record, title, rows)
     if record.kind == "codec":

@@ -144,7 +144,7 @@ def _in_words(row: Row) -> str:
 
 
 def _phases(record: Record, title: str, rows: Sequence[Row]) -> Picture | None:
-    """What of a step the codec takes. Not ``wire_s``: buckets under way at the same time would count twice."""
+    """Picture of a codec's part of a step. Not ``wire_s``: buckets under way at the same time would count twice."""
     shown, rows = _timed(rows)
     spent = [[formatting.positive(r.get(column)) or 0.0 for column in ("compress_s", "decompress_s")] for r in rows]
     if not any(map(sum, spent)):

@@ -1,4 +1,4 @@
-"""What a benchmark has to say, in the one form in which it is printed, saved, compared and reported.
+"""Results of a benchmark, in the one form in which they are printed, saved, compared and reported.
 
 A record is facts that hold for the whole run and rows of figures. Saved or printed with ``--json`` it is
 one JSON object a line, a row each, with the facts under ``"run"``:
@@ -50,7 +50,7 @@ class Record:
 
 
 def facts(**more: object) -> dict[str, object]:
-    """What a reader needs to know of any run: when, with what, on which machine, by which command; and ``more``."""
+    """Facts of a run for its reader: when, with what, on which machine, by which command; and ``more``."""
     return {
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["commlib", *sys.argv[1:]]),

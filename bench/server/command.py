@@ -111,7 +111,7 @@ def rows(job: ServerBenchmarkJob, found: ServerFigures, share: float) -> list[Ro
 
 
 def row(way: str, visits: list[ServerTrial], foretold: float) -> Row:
-    """What was seen of a way, by the median of its visits, beside the seconds a step that are foretold for it."""
+    """Row of a way, by the median of its visits, beside the seconds a step that are foretold for it."""
     seen = statistics.median(v.step_s for v in visits)
     cores = [v.cores for v in visits if v.cores is not None]
     return {

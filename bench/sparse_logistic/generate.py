@@ -11,7 +11,7 @@ from .rows import Rows
 
 @dataclasses.dataclass(frozen=True)
 class Generated:
-    """What to make; the same seed gives the same examples.
+    """Settings of generated examples; the same seed gives the same ones.
 
     The r-th most frequent feature is drawn with probability ∝ (r + 10)^-power, as words of a text are; rows are of
     length 1, as a text's are after tf-idf. Labels follow the logistic model of the true weights.

@@ -1,4 +1,4 @@
-"""What the command shows: facts and one table, or one JSON object."""
+"""Output of the command: facts and one table, or one JSON object."""
 
 from __future__ import annotations
 

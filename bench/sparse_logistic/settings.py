@@ -1,4 +1,4 @@
-"""What all workers of a run agree on: the problem's size, its blocks and their order, and how messages travel."""
+"""Settings that all workers of a run share: the problem's size, its blocks and their order, how messages travel."""
 
 from __future__ import annotations
 

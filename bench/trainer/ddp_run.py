@@ -160,7 +160,7 @@ class DdpRun:
         return x, y
 
     def _pause(self) -> None:
-        """What a slower device would take; now and then ten times as long."""
+        """Sleep as long as a slower device would take; now and then ten times as long."""
         if self.settings.step_time:
             time.sleep(self.settings.step_time * (10 if self._draw.random() < self.settings.pauses else 1))
 
@@ -247,7 +247,7 @@ def make_optimizer(recipe: Defaults, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _identity(settings: TrainSettings, task: Task, recipe: Defaults, model: nn.Module) -> dict[str, object]:
-    """What a checkpoint must agree on to be continued; JSON values."""
+    """Settings that a checkpoint must agree on to be continued; JSON values."""
     layout = repr([(n, tuple(p.shape)) for n, p in model.named_parameters()])
     values = sum(p.numel() for p in model.parameters())
     targets = task.train[1].cpu().contiguous()

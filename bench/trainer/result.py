@@ -1,4 +1,4 @@
-"""What a run gave: accuracy, time, and the bytes it really sent."""
+"""Result of a run: accuracy, time, and the bytes it really sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``--local`` says: a rule of local steps, when ranks meet, and how differences travel.
+"""Specs of ``--local``: a rule of local steps, when ranks meet, and how differences travel.
 
 What ``--server`` says: a rule of consistency, and how messages are coded.
 """

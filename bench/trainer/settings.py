@@ -115,7 +115,7 @@ class TrainSettings:
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """What is trained, one after the other."""
+        """Specs that are trained, one after the other."""
         return (
             *self.comms,
             *(SERVER_PREFIX + rule for rule in self.servers),

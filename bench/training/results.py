@@ -128,7 +128,7 @@ def title(record: Record) -> str:
 
 
 def _only_ours(record: Record) -> str:
-    """What holds for commlib's routes and not for those they are compared with."""
+    """Options that hold for commlib's routes and not for those they are compared with."""
     limit, asked = record.run.get("limit"), record.run.get("hierarchy")
     levels = next((row["levels"] for row in record.rows if row.get("levels")), "no route came so far")
     said = [f"at most {limit} from each rank"] if limit else []

@@ -131,7 +131,7 @@ class Schedule:
         return statistics.median(first[0].steps_s) if first else None
 
     def _cost_s(self, first: TrialOutcome) -> float:
-        """What a further visit takes, from the first."""
+        """Seconds that a further visit takes, from the first."""
         more = self.steps_of(first.visit.name) - len(first.steps_s)
         return first.seconds + max(0, more) * (self._step_s(first.visit.name) or 0.0)
 

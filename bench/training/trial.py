@@ -65,7 +65,7 @@ class Trouble:
 
 @dataclasses.dataclass
 class _Sheet:
-    """What one rank notes down in a visit."""
+    """Notes of one rank in a visit."""
 
     steps_s: list[float] = dataclasses.field(default_factory=list)
     sent_bytes: float | None = None
@@ -107,7 +107,7 @@ def run_visit(visit: TrainingTrial, job: TrainingJob, device: torch.device, limi
 
 
 class _Ending:
-    """What has to be called when the visit is over, whether or not it came that far."""
+    """Call that is due when the visit is over, whether or not it came that far."""
 
     def __init__(self) -> None:
         self.call: Callable[[], None] = lambda: None

@@ -149,7 +149,7 @@ class Collector:
         self._wire = None
 
     def _meet(self, mine: Mapping[str, str], what: str, timeout: float | None = None) -> list[dict[str, str]]:
-        """What every rank says, in rank order, once all have come."""
+        """Words of every rank, in rank order, once all have come."""
         timeout = self._timeout if timeout is None else timeout
         # Of its own count: one that a rank has held alone, after an exception, must not lead later attachments astray.
         self._meetings += 1
@@ -173,7 +173,7 @@ def _send(state: StateDict, to: int, group: Any) -> None:
 
 
 def _receive(rank: int, source: int, group: Any, most: int) -> StateDict:
-    """What a rank sends by :func:`_send`; unlike an object list of PyTorch's, it is not pickled."""
+    """State that a rank sends by :func:`_send`; unlike an object list of PyTorch's, it is not pickled."""
     sizes = torch.zeros(2, dtype=torch.int64)
     dist.recv(sizes, source, group=group)
     head, total = sizes.tolist()

@@ -70,7 +70,7 @@ def all_reduce_between_two(deadline: float) -> SelfTest:
 
 
 def _answers(receivers: list[Connection], end: float, deadline: float) -> list[str]:
-    """What each rank says is wrong ("" is nothing)."""
+    """Faults that each rank reports ("" is none)."""
     troubles = dict.fromkeys(receivers, f"no answer within {deadline:g} s")
     waiting = set(receivers)
     while waiting and (left := end - time.monotonic()) > 0:

@@ -26,7 +26,7 @@ from commlib.server.storage.snapshot_policy import Snapshots
 
 
 def look(roll: MembershipStore) -> dict[str, Any]:
-    """What the members of a job told of themselves last: plain values.
+    """Members of a job as they described themselves last: plain values.
 
     ``state`` is ``nothing`` (nobody has come), ``waiting``, ``training`` or ``over``. Of each member, its name,
     kind, where it is, its view, bytes sent and received; of a worker its clock, how many steps it is behind the first

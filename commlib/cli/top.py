@@ -114,7 +114,7 @@ def _follow(now: Callable[[], dict[str, Any]], every: float) -> None:
 
 
 def view(seen: Mapping[str, Any], width: int) -> RenderableType:
-    """What is seen, as tables that fit a terminal of so many columns: the least important ones go first.
+    """Tables of the members seen, for a terminal of so many columns: the least important ones go first.
 
     Args:
         seen: of :func:`commlib.monitoring.top.picture`.

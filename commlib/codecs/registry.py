@@ -75,7 +75,7 @@ def make_plain(spec: str) -> Compressor:
 
 
 def _feedback(spec: str, text: str) -> float:
-    """What residuals decay by: 1 for ``on``, 0 for ``off``."""
+    """Decay of residuals: 1 for ``on``, 0 for ``off``."""
     try:
         return float(text)
     except ValueError:

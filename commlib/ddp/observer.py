@@ -245,7 +245,7 @@ def _buckets(ddp: DistributedDataParallel, names: Sequence[str]) -> list[tuple[s
 
 
 def _said(ddp: Any) -> dict[str, Any]:
-    """What DDP says of itself."""
+    """Logging data that DDP has of itself."""
     said: dict[str, Any] = ddp._get_ddp_logging_data()
     return said
 

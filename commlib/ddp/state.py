@@ -367,7 +367,7 @@ class HookState:
     # -- a plan comes into force ----------------------------------------------------------------
 
     def _setup(self, module: nn.Module, compressor: Rules | Policy | Plan, *, live: bool = False) -> AttachConfig:
-        """What the user's rules come to; nothing is touched yet."""
+        """Configuration that the user's rules come to; nothing is touched yet."""
         setup = AttachConfig.of(module, self._group, compressor, self._min_size, self._levels, self._servers, idle=live)
         warm(setup.codecs(), setup.device)
         return dataclasses.replace(setup, plan=fit(setup.plan, self._levels, self._about))

@@ -65,6 +65,6 @@ def _part(item: LayerTask, which: ChunkIndex, arena: StepBuffers, meter: Meter) 
 
 
 def _trip(cut: Mapping[str, Sequence[Sequence[LayerTask]]], left: int) -> Routes:
-    """What goes when so many trips are left, this one included."""
+    """Routes of the layers that go when so many trips are left, this one included."""
     going = {exchange: [parts[-left] for parts in items if len(parts) >= left] for exchange, items in cut.items()}
     return {exchange: items for exchange, items in going.items() if items}

@@ -30,7 +30,7 @@ _CARRIERS = ("low_rank", "scatter_gather", "gather")
 def riding(
     routes: Routes, world: World, meter: Callable[[Sequence[LayerTask]], Meter], go: Callable[[Routes], Rounds]
 ) -> Rounds:
-    """What goes dense as a passenger of what else there is, if it may; else all as it is.
+    """Rounds in which dense layers travel with other layers, if they may; else all as it is.
 
     Args:
         routes: exchange → items that travel together.

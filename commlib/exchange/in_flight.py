@@ -83,7 +83,7 @@ class InFlightBucket:
 
 
 def reason(work: Any, error: BaseException) -> BaseException:
-    """What a work failed with, which has failed; its future may not know of which type that was."""
+    """Error of a work that has failed; its future may not know of which type that was."""
     try:
         work.wait()
     except Exception as e:

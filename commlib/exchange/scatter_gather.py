@@ -111,7 +111,7 @@ _Layer = tuple[Compressor, LayerSpec, ChunkIndex]
 
 
 def _layout(layers: Sequence[_Layer], world: int) -> tuple[list[list[Stripe]], list[Packing]]:
-    """What travels of every layer's stripes; and for every rank the payloads, one a layer, of what it owns of that."""
+    """Stripes of every layer that travel; and for every rank the payloads, one a layer, of those that it owns."""
     parts = [[_part(codec, stripe, which) for stripe in stripes(codec, spec, world)] for codec, spec, which in layers]
     owners = [
         [codec.nbytes(stripe.spec) for (codec, *_), stripe in zip(layers, own, strict=True)]

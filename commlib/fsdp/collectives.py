@@ -1,4 +1,4 @@
-"""What FSDP2 is given in the place of its own collectives: they know their unit, and hand over to
+"""Collectives that FSDP2 is given in place of its own: they know their unit, and hand over to
 :class:`FsdpCommunicator`.
 
 FSDP2 runs them on the streams it has for that, and treats what they return as through in the order of these.

@@ -1,4 +1,4 @@
-"""What commlib adds to Lightning's DDP strategy, in either of the two packages Lightning comes in."""
+"""DDP strategy for Lightning that attaches commlib, in either of the two packages Lightning comes in."""
 
 from __future__ import annotations
 

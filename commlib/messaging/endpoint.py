@@ -218,7 +218,7 @@ class Endpoint(ABC):
 
     @abstractmethod
     def _take(self, seconds: float) -> Sequence[Arrival | Gone]:
-        """What has come, waiting for so long at most; one thread at a time."""
+        """Arrivals, waiting for so long at most; one thread at a time."""
 
     @abstractmethod
     def _shut(self, peers: Sequence[int], seconds: float) -> None:

@@ -235,7 +235,7 @@ def _header(buffer: memoryview, limits: Limits) -> list[Any]:
 
 
 def _wrong(frame: Frame, limits: Limits) -> str | None:
-    """What is wrong with a frame, in words."""
+    """Fault of a frame, in words; None if there is none."""
     if frame.kind not in KINDS:
         return f"its kind is unknown (known: {_known()})"
     for (name, check), value in zip(_FIELDS.items(), frame[1:-1], strict=True):

@@ -41,7 +41,7 @@ class SharedReader(Generic[A]):
         self._reading = False
 
     def wait(self, ready: Callable[[], T | None], deadline: float) -> T | None:
-        """What ``ready`` finds, under the lock; None if that is nothing until the deadline (by ``clock``).
+        """Result of ``ready``, under the lock; None if that is nothing until the deadline (by ``clock``).
 
         What ``ready``, ``read`` or ``deliver`` raises goes through; another thread's turn comes then.
         """

@@ -249,7 +249,7 @@ def _read(s: socket.socket, size: int) -> bytes:
 
 
 def _ask(store: Any, key: str, rank: int) -> str:
-    """What a rank has published, or will soon."""
+    """Value that a rank has published, or will soon."""
     try:
         store.wait([key], datetime.timedelta(seconds=_STORE_S))
         return str(store.get(key).decode())

@@ -34,7 +34,7 @@ class LogWriter(Protocol):
 
 
 def target_of(given: Any, rank: int) -> LogWriter:
-    """What a user names.
+    """Writer that a user names.
 
     Args:
         given: a path that ends in ``.jsonl``; any other, of a folder for TensorBoard; or what has ``add_scalar``.
@@ -140,7 +140,7 @@ class TensorBoard:
 
 
 def scalars(entry: Entry) -> Iterator[tuple[str, float]]:
-    """What there is to draw of a step's entry: by step, where the entry has sums."""
+    """Numbers to draw of a step's entry: by step, where the entry has sums."""
     steps = max(1, entry["steps"])
     known = {
         "bytes_per_step": entry["bytes"] / steps,

@@ -65,7 +65,7 @@ class ActivationCarrier:
         self._send(activation, to, what)
 
     def input(self, p: int) -> Tensor:
-        """What minibatch p was when it left the stage before; a leaf that needs a gradient.
+        """Minibatch p as it left the stage before; a leaf that needs a gradient.
 
         Raises:
             PeerLost: it does not come in time; whose it is.

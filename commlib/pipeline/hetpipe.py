@@ -38,7 +38,7 @@ def stashed(module: nn.Module, *inputs: Any) -> Any:
 
 
 def output_of(stage: str, found: Any) -> Tensor:
-    """What a stage has made, if it can be trained.
+    """Output of a stage, if it can be trained.
 
     Raises:
         TypeError: not one tensor.

@@ -99,7 +99,7 @@ class PlacedLinear(nn.Module):
 
     @property
     def part(self) -> str:
-        """What this rank's part of the weight is called in a state dict."""
+        """Name of this rank's part of the weight in a state dict."""
         return f"weight[{self.own.start}:{self.own.stop}]"
 
 
@@ -156,7 +156,7 @@ class _Placed(torch.autograd.Function):
 
 
 def _spread(layer: PlacedLinear, own: Tensor, bias: Tensor | None) -> None:
-    """What is not finite in one rank's part must be seen by all, or a GradScaler would skip the step on some.
+    """Values that are not finite in one rank's part must be seen by all, or a GradScaler would skip the step on some.
 
     With a bias nothing more need be sent: DDP adds it up.
     """

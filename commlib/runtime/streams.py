@@ -15,7 +15,7 @@ class StreamEvent:
         self._event, self._device = event, device
 
     def hold(self) -> None:
-        """What the current stream is given from now on waits for it; this thread does not."""
+        """Make the current stream wait for it, with all that it is given from now on; this thread does not wait."""
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
 

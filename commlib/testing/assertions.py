@@ -1,4 +1,4 @@
-"""What the contract suite (:mod:`commlib.testing`) does over and over."""
+"""Assertions that the contract suite (:mod:`commlib.testing`) makes over and over."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def decode(codec: Compressor, payload: Tensor, spec: LayerSpec, seed: int) -> Te
 
 
 def roundtrip(codec: Compressor, x: Tensor, seed: int) -> Tensor:
-    """What ``x`` comes back as, with fresh slots."""
+    """Tensor ``x`` as it comes back, with fresh slots."""
     return decode(codec, encode(codec, x, seed), LayerSpec.of(x), seed)
 
 

@@ -152,7 +152,7 @@ def check_deadline(make: Make, join: Join = join) -> None:
 
 
 def check_close(make: Make, join: Join = join) -> None:
-    """What was sent comes, then goodbye; who waits at an endpoint that is closed is told; closing twice is fine."""
+    """Closing: all that was sent comes, then goodbye; who waits at a closed endpoint is told; twice is fine."""
     with _two(make, join) as (a, b), ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(_said, lambda: a.recv(1))
         for i in range(20):

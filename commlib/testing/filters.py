@@ -89,7 +89,7 @@ def check_notes(one: Filter, size: int, *, seed: int = 0) -> None:
 
 
 def check_round_trip(one: Filter, size: int, *, seed: int = 0) -> None:
-    """What is decoded is content for ``size`` keys, none that was not given; the very same if lossless."""
+    """Round trip: content for ``size`` keys, none that was not given; the very same if lossless."""
     sender, receiver = _sender(one, size, seed), one.receiver(size)
     for given in contents(size, seed):
         came = receiver.decode(_packed(sender.encode(given)))

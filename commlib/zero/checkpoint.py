@@ -21,7 +21,7 @@ _PARTED = "parted"
 
 
 def described(state: Mapping[str, Any]) -> str:
-    """What there is of one parameter on this rank, as text: kinds and dtypes of values in a row, and numbers."""
+    """Description of one parameter's state on this rank, as text: kinds and dtypes of values in a row, and numbers."""
     found: dict[str, dict[str, Any]] = {}
     for key, value in state.items():
         if isinstance(value, Tensor) and value.dim() == 1:
@@ -75,7 +75,7 @@ def collected(
 
 
 def whole(optimizer: Optimizer, names: Mapping[int, str], states: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """What ``optimizer.state_dict()`` would be with these states by parameter name; ``names`` by ``id``."""
+    """State dict that ``optimizer`` would have with these states by parameter name; ``names`` by ``id``."""
     made: dict[str, Any] = optimizer.state_dict()
     order = [p for group in optimizer.param_groups for p in group["params"]]
     state = {i: states[names[id(p)]] for i, p in enumerate(order) if states.get(names.get(id(p), ""))}

@@ -196,7 +196,7 @@ class OwnedSlices:
         self._stock.step()
 
     def state(self, name: str) -> dict[str, Any]:
-        """What the optimizer has of this rank's values of a layer: (n,) tensors, and single numbers."""
+        """Optimizer state of this rank's values of a layer: (n,) tensors, and single numbers."""
         found: dict[str, Any] = self._stock.state.get(self.by_name[name].own, {})
         return found
 

@@ -128,7 +128,7 @@ def _apart(numbers: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def _together(raw: bytes, dtype: torch.dtype) -> Tensor:
-    """What :func:`_apart` was given."""
+    """Tensor that :func:`_apart` was given."""
     numbers = torch.from_numpy(np.frombuffer(raw, np.uint8).reshape(dtype.itemsize, -1).T.copy()).view(-1).view(dtype)
     if dtype == torch.int64:
         sums = numbers.numpy().view(np.uint64)

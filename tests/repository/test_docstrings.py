@@ -15,7 +15,7 @@ import commlib.transports
 
 FOLDERS = [Path(str(m.__file__)).parent for m in (commlib, commlib.bench, commlib.compressors, commlib.transports)]
 FILES = sorted({path for folder in FOLDERS for path in folder.rglob("*.py")})
-NO_SUBJECT = {"Of", "It", "Its", "Who", "Whose", "Those", "One", "Again", "Theirs", "Comes", "Goes", "Nobody"}
+NO_SUBJECT = {"Of", "It", "Its", "Who", "Whose", "Those", "One", "Again", "Theirs", "Comes", "Goes", "Nobody", "What"}
 
 
 def summaries(source: str) -> Iterator[tuple[int, str]]:
@@ -51,6 +51,7 @@ def test_every_first_line_of_a_docstring_has_its_subject() -> None:
         "Its own copy of the gradient.",
         "Who takes part in a job.",
         "One: of them all.",
+        "What members last said.",
     ],
 )
 def test_first_lines_that_do_not_stand_alone_are_rejected(summary: str) -> None:

@@ -57,11 +57,11 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
     _set_group_name, group_name = setGroupName, property(getGroupName)
 
     def setGroupDesc(self, text: str) -> None:  # PyTorch's
-        """What it is for."""
+        """Set the group's description."""
         self._desc = text
 
     def getGroupDesc(self) -> str:  # PyTorch's
-        """What it is for."""
+        """Description of the group."""
         return self._desc
 
     _set_group_desc, group_desc = setGroupDesc, property(getGroupDesc)

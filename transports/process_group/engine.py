@@ -101,7 +101,7 @@ class Engine:
         self._carry_out(call)
 
     def close(self, error: BaseException) -> None:
-        """What is not through fails with ``error``. The endpoint is the caller's to close, after this."""
+        """Fail with ``error`` all that is not through. The endpoint is the caller's to close, after this."""
         with self._lock:
             self._closed = True
             self._error = self._error or error

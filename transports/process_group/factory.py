@@ -94,6 +94,6 @@ def create(about: Any, options: Options | None = None) -> ZmqGroup:
 
 @atexit.register
 def _leave() -> None:
-    """What was sent leaves, even where nobody destroys the groups."""
+    """Shut down the groups that nobody has destroyed, so that all that was sent leaves."""
     for group in list(_live):
         group.shutdown()

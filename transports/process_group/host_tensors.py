@@ -75,7 +75,7 @@ class Staged:
         self._tensor.record_stream(self._back)
 
     def join(self) -> None:
-        """What this thread's stream is given from now on comes after that copy."""
+        """Order this thread's stream, from now on, after that copy."""
         torch.cuda.current_stream(self._tensor.device).wait_event(self._filled)
 
     def after(self) -> Any:

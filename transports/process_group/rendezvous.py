@@ -33,7 +33,7 @@ def say(store: DeadlineStore, key: str, world: World, mine: Any) -> None:
 
 
 def hear(store: DeadlineStore, key: str, world: World, seconds: float) -> list[Any]:
-    """What all said, in the order of ranks.
+    """Words of all ranks, in their order.
 
     Raises:
         PeerLost: who has said nothing in time, or declined.
@@ -55,7 +55,7 @@ def decline(store: DeadlineStore, key: str, world: World, why: BaseException) ->
 
 
 def opener(store: DeadlineStore, key: str, world: World, options: Options, seconds: float) -> Callable[[str], ZeroMQ]:
-    """What opens this rank's endpoints, by their job: at the right interface, with keys where these are needed.
+    """Function that opens this rank's endpoints, by their job: at the right interface, with keys where needed.
 
     All ranks come.
 

@@ -80,7 +80,7 @@ class CollectiveWork(dist.Work):
         return self._ended.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What it failed with."""
+        """Error of the call; None if it has not failed."""
         return self._error
 
     def synchronize(self) -> None:

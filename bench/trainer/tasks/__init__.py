@@ -1,4 +1,4 @@
-"""What a training task is: a model, data, and the settings it learns well with."""
+"""Training tasks: each has a model, data, and the settings it learns well with."""
 
 from __future__ import annotations
 

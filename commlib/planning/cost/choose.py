@@ -19,7 +19,7 @@ def ms(seconds: float) -> str:
 
 
 def mbit(link: Link) -> str:
-    """What a link carries: ``200 Mbit/s``."""
+    """Rate of a link in words: ``200 Mbit/s``."""
     beta = link.all_reduce.beta
     return f"{8e-6 / beta:.3g} Mbit/s" if beta else "no limit that shows"
 

@@ -55,7 +55,7 @@ class CompressedUnit:
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """What the ways of rows are priced by: as the arguments of :meth:`CandidateModel.choose`."""
+    """Figures by which the ways of rows are priced: as the arguments of :meth:`CandidateModel.choose`."""
 
     p: TrainingPass
     f: Measurements

@@ -46,7 +46,7 @@ class Predictor:
             self._pass = dataclasses.replace(self._pass, drag=link.drag)
 
     def computed(self, f: Measurements) -> None:
-        """What was measured of arithmetic."""
+        """Take over the measurements of arithmetic."""
         self._products |= f.products
         self._codecs |= f.codecs
 

@@ -1,1 +1,1 @@
-"""What all processes of a parameter server's job must agree on: chunks, consistency, worker groups."""
+"""Terms that all processes of a parameter server's job must agree on: chunks, consistency, worker groups."""

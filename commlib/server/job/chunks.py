@@ -31,7 +31,7 @@ def fitting(gbit_s: float) -> int:
 
 
 def in_group(group: int | None) -> str:
-    """What a key ends with that a group of shards keeps."""
+    """Suffix of a key that a group of shards keeps."""
     return "" if group is None else f"@{group}"
 
 

@@ -20,7 +20,7 @@ class Threshold(Protocol):
         """Takes note of an evaluation's result."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned of results so far: plain numbers."""
+        """Lessons from the results so far: plain numbers."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state that :meth:`state_dict` gave."""

@@ -63,7 +63,7 @@ class VersionLedger(Generic[T]):
         return clock + sum(worker in pushes for (_, stamp), pushes in self._held.items() if stamp >= clock)
 
     def push(self, worker: int, stamp: int, value: T) -> list[dict[int, T]]:
-        """What is to be applied now, each as one: worker → value, in the order of workers. A repeated push: nothing.
+        """Values to be applied now, each as one: worker → value, in the order of workers. A repeated push: none.
 
         Raises:
             ProtocolError: no worker of these, or one before this is missing.
@@ -113,7 +113,7 @@ class VersionLedger(Generic[T]):
         self.furthest = max(self.furthest, *(stamp + 1 for stamp in stamps.values()))
 
     def state_dict(self) -> dict[str, Any]:
-        """What is in the values. Not what is held: who pushed it has no answer yet."""
+        """Counts of the pushes that are in the values. Not of those held: who pushed them has no answer yet."""
         return {"included": dict(self._applied), "furthest": self.furthest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

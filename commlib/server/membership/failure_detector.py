@@ -31,7 +31,7 @@ class FailureDetector:
         return now - self._heard
 
     def hear(self, now: float, beat: str) -> None:
-        """What it last said; the same as before is nothing new."""
+        """Note a member's last word; the same as before is nothing new."""
         if beat == self._last:
             return
         if self._last:

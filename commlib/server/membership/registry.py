@@ -110,7 +110,7 @@ class MembershipStore:
         return bytes(self._store.compare_set("job", "", job))
 
     def job(self, timeout: float) -> bytes:
-        """What was agreed on.
+        """Job that was agreed on, packed.
 
         Raises:
             PeerLost: nobody has said it in time.
@@ -151,7 +151,7 @@ class MembershipStore:
         self._store.set(f"beat/{id}", word)
 
     def beats(self, ids: Iterable[int]) -> dict[int, str]:
-        """What members last said."""
+        """Last heartbeats of members: id → word."""
         asked = list(ids)
         words = self._store.multi_get([f"beat/{i}" for i in asked]) if asked else []
         return {i: word.decode() for i, word in zip(asked, words, strict=True)}
@@ -161,7 +161,7 @@ class MembershipStore:
         self._store.set(f"status/{id}", msgpack.packb(dict(status)))
 
     def told(self, ids: Iterable[int]) -> dict[int, dict[str, Any]]:
-        """What members told of themselves last."""
+        """Last statuses of members: id → figures."""
         found = [i for i in ids if self._store.check([f"status/{i}"])]
         return {i: msgpack.unpackb(self._store.get(f"status/{i}"), strict_map_key=False) for i in found}
 
@@ -196,7 +196,7 @@ class MembershipStore:
         return int(self._store.get("wanted")) if self._store.check(["wanted"]) else 0
 
     def report(self, number: int, id: int, report: ShardReport) -> None:
-        """What this shard has, before a view is made."""
+        """Publish this shard's report for a view that is to be made."""
         self._store.set(f"report/{number}/{id}", msgpack.packb([sorted(report.whole), report.clock]))
 
     def reports(self, number: int, ids: Iterable[int]) -> dict[int, ShardReport]:

@@ -24,7 +24,7 @@ from commlib.server.protocol.value_coding import Row, Way, add, decompress, seed
 
 @dataclasses.dataclass
 class _Copy:
-    """What one worker has, or several who were told the same: it never changes, but ``filters`` do."""
+    """Values that one worker has, or several who were told the same: they never change, but ``filters`` do."""
 
     serial: int
     values: Tensor
@@ -48,7 +48,7 @@ class DeltaCoding:
         self._store = MemoryStore()
 
     def answer(self, worker: int, have: int | None, values: Tensor, number: int) -> tuple[Row, int]:
-        """What a worker is sent, and the number of this answer.
+        """Values as a worker is sent them, and the number of this answer.
 
         Args:
             worker: who asks.
@@ -77,7 +77,7 @@ class DeltaCoding:
         return self._whole[1]
 
     def _go_on(self, known: _Copy, values: Tensor, number: int) -> tuple[Row, _Copy] | None:
-        """What goes to those who have this copy, and what they have then; None if it overflows in the codec."""
+        """Difference for those who have this copy, and the copy they have then; None if it overflows in the codec."""
         if known.later is None or known.later[0] != number:
             known.later = (number, *self._coded(known, values))
         _, row, copy = known.later

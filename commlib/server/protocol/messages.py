@@ -13,7 +13,7 @@ from commlib.codecs.filter import Content
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """What a key's values, (n,), are before any push."""
+    """Values of a key, (n,), before any push."""
 
     view: int
     key: str
@@ -157,7 +157,7 @@ class Agreed:
 
 @dataclasses.dataclass(frozen=True)
 class Observe:
-    """What an evaluation gave: accuracy or loss, for rules that follow the learning."""
+    """Result of an evaluation: accuracy or loss, for rules that follow the learning."""
 
     view: int
     worker: int

@@ -114,7 +114,7 @@ class ValueCoding:
 
 
 def _suited(chosen: Way, layer: LayerSpec | None) -> Way:
-    """What carries a layer: a codec may refuse it, or make nothing smaller."""
+    """Codec that carries a layer: the chosen one may refuse it, or make nothing smaller."""
     if chosen is None or layer is None or layer.dtype != torch.float32:
         return None
     if isinstance(chosen, Compressor):
@@ -144,7 +144,7 @@ class ValueEncoder:
             self._values = values
 
     def encode(self, gradient: Tensor, stamp: int) -> Row:
-        """What stands for a gradient, (n,), the how-manieth it is; the gradient itself if it is not finite.
+        """Gradient, (n,), as it is pushed, the how-manieth it is; itself if it is not finite.
 
         Nor is one coded of which something would remain that is not: what overflows float16, say.
         """

@@ -104,7 +104,7 @@ class ChunkState:
         *,
         refuse: bool = False,
     ) -> list[Applied]:
-        """What is applied now. A push that is here already: nothing.
+        """Take a worker's push; returns the updates that are applied now. One that is here already: none.
 
         A gradient that is not finite is refused: it goes into no value, and the step is the others'. But not where
         gradients are only summed, by :class:`Replace`: all workers shall see it then.
@@ -150,7 +150,7 @@ class ChunkState:
         return self.values if self._ledger.may_read(worker, clock, within) else None
 
     def start(self, values: Tensor) -> None:
-        """What the values, (n,), are before any push.
+        """Set the values, (n,), before any push.
 
         Raises:
             ProtocolError: another shape or dtype, or there was one.

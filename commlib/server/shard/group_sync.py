@@ -20,7 +20,7 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
-    """What a follower tells its master.
+    """Difference that a follower tells its master.
 
     Args:
         serial: 0, 1, … of this follower's.
@@ -68,7 +68,7 @@ class Follower:
         return self._tell(clock) if due else None
 
     def meet(self, clock: int) -> Delta | None:
-        """What is to be sent so that :meth:`met` comes true; None if it is under way, or true."""
+        """Difference to be sent so that :meth:`met` comes true; None if it is under way, or true."""
         asked = any(delta.wait is not None and delta.wait >= clock for delta in self._pending.values())
         return None if asked or self.met(clock) else self._tell(clock, clock)
 

@@ -54,7 +54,7 @@ class ShardNode(MessageLoop):
         self._error: CommlibError | None = None
 
     def call(self, function: Callable[[Shard], T]) -> T:
-        """What a function of the shard gives, in the thread that may touch it.
+        """Call a function of the shard in the thread that may touch it; returns its result.
 
         Raises:
             CommlibError: the shard has ended, or does not come to it in time; and whatever the function raises.
@@ -97,7 +97,7 @@ class ShardNode(MessageLoop):
         self.call(lambda shard: self._change(shard, epoch.view, {m.name: i for i, m in epoch.of(SHARD).items()}))
 
     def report(self, number: int) -> ShardReport | None:
-        """What the shard has, if it has the view of this number."""
+        """Keys and clock of the shard, if it has the view of this number."""
         return self.call(lambda s: ShardReport(s.whole, s.clock) if s.view.number == number else None)
 
     def status(self) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Saver:
         return states
 
     def save(self, node: ShardNode) -> None:
-        """What is due; a disk that is full is no reason to stop training, and logged."""
+        """Write the snapshot that is due; a disk that is full is no reason to stop training, and logged."""
         now = time.monotonic()
         if now < self._next:
             return

@@ -114,7 +114,7 @@ class Inbox:
 
 @dataclasses.dataclass
 class _Owed:
-    """What waits until all replicas have so many updates."""
+    """Answers that wait until all replicas have so many updates."""
 
     number: int
     sends: list[Send]
@@ -191,7 +191,7 @@ class Shard:
 
     @property
     def due(self) -> tuple[int, dict[str, dict[str, Any]]] | None:
-        """What is to be saved now (:meth:`~commlib.server.storage.snapshot_policy.SnapshotPolicy.due`)."""
+        """State to be saved now (:meth:`~commlib.server.storage.snapshot_policy.SnapshotPolicy.due`)."""
         return self._keeper.due([key for key in self._cells if self.owns(key)]) if self._keeper else None
 
     def owns(self, key: str) -> bool:
@@ -199,7 +199,7 @@ class Shard:
         return self.view.places.get(key, ("",))[0] == self.name
 
     def handle(self, message: Message) -> list[Send]:
-        """What is to be sent, in this order.
+        """Take a message; returns the messages to be sent, in this order.
 
         Raises:
             ProtocolError: it cannot be right; what is wrong.

@@ -55,7 +55,7 @@ def pack(shard: str, number: int, about: Mapping[str, Any], cells: Mapping[str, 
 
 
 def unpack(data: memoryview, shard: str, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What it is about, and its cells.
+    """Description of a snapshot, and its cells.
 
     Raises:
         Torn: what is wrong with it.

@@ -157,7 +157,7 @@ class ClientNode(MessageLoop):
             self._put(self._client.observe(metric))
 
     def values(self, key: str) -> tuple[Tensor, Mapping[int, int]]:
-        """What comes of the last question, (n,), and how many pushes of each worker are in it.
+        """Values that answer the last question, (n,), and how many pushes of each worker are in them.
 
         Raises:
             PeerLost: nothing in time; who is asked and who was behind are named.

@@ -104,7 +104,7 @@ class ClientState:
         return [(shard, Observe(self._view.number, self._rank, float(metric))) for shard in sorted(shards)]
 
     def values(self, key: str) -> tuple[Tensor, Mapping[int, int]] | None:
-        """What came of the last question, and whose pushes are in it; None as long as nothing has."""
+        """Values that answered the last question, and whose pushes are in them; None as long as none have."""
         return self._values.get(key)
 
     def handle(self, message: Message) -> list[Send]:

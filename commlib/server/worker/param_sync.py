@@ -114,7 +114,7 @@ class ParamSync:
         self._take(self._parameters)
 
     def end_step(self) -> bool:
-        """What has not been pushed of this step is: parameters without a gradient add nothing.
+        """Push the parameters of this step that have not been: those without a gradient add nothing.
 
         Returns:
             Whether this worker takes a step by itself, too: its gradients are finite, and there is a need.

@@ -162,7 +162,7 @@ def orthonormal(p: Tensor, spare: Tensor) -> None:
 
 
 def _panel(m: int, r: int) -> list[tuple[str, tuple[int, ...]]]:
-    """What it holds meanwhile."""
+    """Shapes of the memory that it holds meanwhile."""
     return [("panel", (r, m)), ("scales", (r,)), ("sums", (-(-m // onebit.BLOCK),)), ("half", (onebit.HALF,))]
 
 

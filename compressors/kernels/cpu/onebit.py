@@ -163,7 +163,7 @@ def two_means_encode(
 
 @jit
 def take(v: Floats, low: Scalar, up: Scalar, rest: Floats) -> None:
-    """What is left of values when the mean of their side is sent; ``rest`` may be ``v``."""
+    """Rest of values when the mean of their side is sent; ``rest`` may be ``v``."""
     whole = len(v) // simd.WIDTH * simd.WIDTH
     for i in range(0, whole, simd.WIDTH):
         onebit_simd.less(v, low, up, rest, i)

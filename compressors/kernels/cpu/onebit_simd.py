@@ -1,4 +1,4 @@
-"""What a codec of one bit a value does with a block, in LLVM's vector types, while memory brings the next one.
+"""One-bit codecs' work on a block, in LLVM's vector types, while memory brings the next one.
 
 See :mod:`.vector`.
 """

@@ -1,4 +1,4 @@
-"""What loops do with 64 values at a time, written in LLVM's vector types, which become whatever the machine has.
+"""Operations on 64 values at a time, written in LLVM's vector types, which become whatever the machine has.
 
 LLVM makes vectors of plain loops by itself, but not of those that gather one bit of each value, or give one to each.
 """

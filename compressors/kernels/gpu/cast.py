@@ -64,7 +64,7 @@ def cast_encode(
 def _sent(
     payload: tl.tensor, i: tl.tensor, there: tl.tensor, scale: tl.tensor, BRAIN: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """What one payload says of values, times the scale."""
+    """Values of one payload, times the scale."""
     return _widened(tl.load(payload.to(tl.pointer_type(tl.uint16)) + i, mask=there, other=0), BRAIN) * scale
 
 
@@ -87,7 +87,7 @@ def cast_decode(
 
 @jit
 def _power(code: tl.tensor, largest: tl.tensor) -> tl.tensor:
-    """What a byte stands for."""
+    """Power of two that a byte stands for."""
     c = code & 127
     size = as_float(((c + 1) << 23) | ((code >> 7) << 31))
     return tl.where(c > 0, size, 0.0) * largest

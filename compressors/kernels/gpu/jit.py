@@ -36,7 +36,7 @@ def interpreted() -> bool:
 
 @jit
 def _probe() -> None:
-    """What Triton makes of a kernel."""
+    """Kernel that shows whether Triton compiles or interprets."""
 
 
 def launch(kernel: Any, programs: int, like: Tensor, *args: Any, warps: int = 4, **constants: Any) -> None:

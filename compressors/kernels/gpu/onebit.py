@@ -105,7 +105,7 @@ def _sent(
     payload: tl.tensor, head: tl.tensor, nbytes: tl.tensor, row: tl.tensor, i: tl.tensor, there: tl.tensor,
     n: tl.tensor, column: tl.tensor, scale: tl.tensor, SIGNS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """What one payload says of values, times the scale."""
+    """Values of one payload, times the scale."""
     upper = unpack(payload + head, i, there, nbytes, 1, 1) > 0
     if SIGNS:
         up = tl.load(floats(payload)) * scale

@@ -82,7 +82,7 @@ def _level(
     n: tl.tensor, block: tl.tensor, middle: tl.tensor, inverse: tl.tensor, scale: tl.tensor, BITS: tl.constexpr,
     SPAN: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """What one payload says of values, times the scale; of trits if BITS is 0."""
+    """Values of one payload, times the scale; of trits if BITS is 0."""
     if BITS == 0:
         code = tl.load(payload + head + i // 5, mask=there, other=0).to(tl.int32)
         digit = (i % 5).to(tl.int32)

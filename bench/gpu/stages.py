@@ -51,7 +51,7 @@ class Stage:
 
 
 def kernels(device: str, limit_s: float) -> list[Row]:
-    """The tests that are marked ``gpu``: kernels against the reference, to the last bit, and training over backends."""
+    """Tests that are marked gpu: kernels against the reference, to the last bit, and training over backends."""
     if device != "cuda":
         raise Skipped("there is no GPU here; these tests need one")
     if not TESTS.is_dir():
@@ -95,19 +95,19 @@ def one_rank(device: str, limit_s: float) -> list[Row]:
 
 
 def ranks(device: str, limit_s: float) -> list[Row]:
-    """Two ranks on one GPU over NCCL, each a host to it (:mod:`commlib.bench.launch.gpus`)."""
+    """Steps of a GPT with two ranks on one GPU over NCCL, to which each is a host of its own."""
     return _ranks(device, 2, ROUTES if device == "cuda" else FEW, limit_s)
 
 
 def sanitizer(device: str, limit_s: float) -> list[Row]:
-    """The same under PyTorch's CUDA sanitizer, which ends a rank whose streams race."""
+    """Steps of two ranks under PyTorch's CUDA sanitizer, which ends a rank whose streams race."""
     if device != "cuda":
         raise Skipped("there is no GPU here, whose streams it watches")
     return _ranks(device, 2, FEW, limit_s, {"TORCH_CUDA_SANITIZER": "1"}, steps=2)
 
 
 def links(device: str, limit_s: float) -> list[Row]:
-    """Four emulated hosts at 1 Gbit/s, over NCCL: ``commlib bench train``, interleaved with DDP and PyTorch's hooks."""
+    """Training on four emulated hosts at 1 Gbit/s, over NCCL, interleaved with DDP and PyTorch's hooks."""
     if (reason := unavailable()) is not None:
         raise Skipped(reason)
     backend = "nccl" if device == "cuda" else "gloo"
@@ -123,7 +123,7 @@ def links(device: str, limit_s: float) -> list[Row]:
 
 
 STAGES: Sequence[Stage] = (
-    Stage("kernels", "tests that need a GPU", 240, kernels),
+    Stage("kernels", "tests that need a GPU", 180, kernels),
     Stage("codecs", "codecs against a copy on the device", 60, codecs),
     Stage("one-rank", "one rank: what a route costs", 60, one_rank),
     Stage("ranks", "two ranks on one GPU", 60, ranks),

@@ -52,7 +52,7 @@ class RanksJob:
 def main(job: RanksJob) -> list[Row]:
     """Train with all of them; the same rows on every rank, in the order of the contenders.
 
-    A route that fails is a row that says how. The environment is torchrun's.
+    A route that fails is a row whose status says how; DDP has to come through. The environment is torchrun's.
     """
     if job.device == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same bits in every run
@@ -64,10 +64,13 @@ def main(job: RanksJob) -> list[Row]:
     for contender in job.contenders:
         found: dict[str, Any] = {"route": contender.name}
         found |= dict.fromkeys(("step_ms", "vs_ddp", "host_waits", "peak_mib", "over_ddp_mib", "replicas", "weights"))
+        found["status"] = "ok"
         try:
             found |= _train(contender, job, device)
         except Exception as e:  # of all ranks alike, for all ranks do the same
-            found["weights"] = short(e)
+            if not baseline:
+                raise  # there is nothing to compare with
+            found["status"] = short(e)
         else:
             baseline = baseline or dict(found)
             found["vs_ddp"] = baseline["step_ms"] / found["step_ms"]

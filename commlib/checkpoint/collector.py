@@ -167,7 +167,11 @@ class Collector:
 
 def _send(state: StateDict, to: int, group: Any) -> None:
     head, rows = values.pack({"state": state})
-    data = torch.frombuffer(bytearray(b"".join([head, *rows])), dtype=torch.uint8)
+    data = torch.empty(len(head) + sum(map(len, rows)), dtype=torch.uint8)
+    room = memoryview(to_buffer(data))
+    for part in (head, *rows):
+        room[: len(part)] = part
+        room = room[len(part) :]
     dist.send(torch.tensor([len(head), len(data)]), to, group=group)
     dist.send(data, to, group=group)
 

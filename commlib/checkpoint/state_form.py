@@ -35,8 +35,8 @@ def check_form(state: Any) -> None:
     size = state["world_size"]
     _demand(_whole(size, 1), "'world_size'", size, "a number of ranks")
     _demand(_whole(state["step"], 0), "'step'", state["step"], "a number of steps")
-    nodes = state.get("nodes", "")
-    _demand(isinstance(nodes, str), "'nodes'", nodes, "a list of nodes as text")
+    nodes = state.get("nodes", "0")
+    _demand(isinstance(nodes, str) and bool(nodes.split()), "'nodes'", nodes, "a list of nodes as text")
     for part in ("layers", "routes"):
         found = state[part]
         _demand(isinstance(found, Mapping), f"{part!r}", found, "a map")

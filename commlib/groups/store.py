@@ -33,6 +33,10 @@ ANSWER_S = 30.0
 LEAST_S = 2.0
 """Seconds that an answer may always take: a thread may have to wait so long for its turn on a busy machine."""
 
+_SILENT = "the store in which the ranks meet does not answer"
+_KEEPER = (
+    "who keeps it (rank 0, the agent of torchrun on its host, or commlib server meet) is stopped, gone or out of reach"
+)
 _PAUSES = 0.002, 0.05  # seconds between two looks for a key: at first, at last
 _Job = tuple[Callable[[], Any], "Future[Any]"]
 
@@ -97,11 +101,12 @@ class DeadlineStore:
         """
         pause, most = _PAUSES
         end = time.monotonic() + timeout.total_seconds()
-        while not self.check(keys):
-            if (left := end - time.monotonic()) <= 0:
-                raise RuntimeError(f"not in the store within {timeout.total_seconds():g} s: {', '.join(keys)}")
-            time.sleep(min(pause, left))
-            pause = min(1.5 * pause, most)
+        for key in keys:  # one by one: a thousand ranks that ask for all again and again would be a load
+            while not self.check([key]):
+                if (left := end - time.monotonic()) <= 0:
+                    raise RuntimeError(f"not in the store within {timeout.total_seconds():g} s: {key}")
+                time.sleep(min(pause, left))
+                pause = min(1.5 * pause, most)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Read values that are there."""
@@ -141,19 +146,17 @@ class _Calls:
             return bool(self._given_up)
 
     def ask(self, call: Callable[[], Any], answer_s: float) -> Any:
+        if self.silent:
+            raise StoreSilent(f"{_SILENT} and has not answered a call before this: {_KEEPER}")
         future: Future[Any] = Future()
-        if not self.silent:
-            self._start()
-            self._queue.put((call, future))
-            done, _ = wait([future], answer_s)
-            if done:
-                return future.result()
-            with self._lock:
-                self._given_up.append(future)
-        raise StoreSilent(
-            f"the store in which the ranks meet does not answer within {answer_s:g} s: who keeps it (rank 0, the agent "
-            "of torchrun on its host, or commlib server meet) is stopped, gone or out of reach"
-        )
+        self._start()
+        self._queue.put((call, future))
+        done, _ = wait([future], answer_s)
+        if done:
+            return future.result()
+        with self._lock:
+            self._given_up.append(future)
+        raise StoreSilent(f"{_SILENT} within {answer_s:g} s: {_KEEPER}")
 
     def _start(self) -> None:
         with self._lock:

@@ -152,7 +152,8 @@ def _read(path: Path) -> tuple[str, int]:
     for what, stats in ((path, its), (path.parent, path.parent.stat())):
         if stats.st_uid not in (0, os.geteuid()):
             raise AuthenticationError(f"{what} belongs to user {stats.st_uid}: whoever that is may change your keys")
-        if stats.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        kept = stat.S_ISDIR(stats.st_mode) and stats.st_mode & stat.S_ISVTX  # nobody replaces there what is not his own
+        if stats.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not kept:
             raise AuthenticationError(f"others may change {what}: chmod go-w it, and look at what is in {path}")
     try:
         if len(data) > _MOST:

@@ -140,6 +140,14 @@ def test_what_is_no_state_dict_at_all_is_said_to_be_none(state: Any) -> None:
         merge_state_dicts([state, state])
 
 
+@pytest.mark.parametrize("nodes", ["", " ", 5, None, ["0,1"]])
+def test_nodes_that_are_none_are_named(nodes: Any) -> None:
+    store, error = load({**whole(), "format": 2, "nodes": nodes}, 1, rank=0)
+    assert error is not None
+    assert "'nodes' is" in str(error)
+    assert untouched(store)
+
+
 def test_many_ranks_that_are_missing_are_not_all_listed() -> None:
     state = whole()
     state["world_size"] = 1 << 40

@@ -74,6 +74,14 @@ def test_keys_in_a_folder_that_others_may_change_are_not_used(tmp_path: Path, mo
             read()
 
 
+def test_a_folder_where_anyone_may_add_but_not_replace_is_as_good(tmp_path: Path) -> None:
+    made = keys.create("a", tmp_path)
+    keys.allow(KEY, "b", tmp_path)
+    tmp_path.chmod(0o1777)  # as a mounted secret's
+    assert keys.load("a", tmp_path) == made
+    assert keys.allowed(tmp_path) == {KEY: "b"}
+
+
 @pytest.mark.parametrize("file", ["allowed", "a.secret"])
 def test_keys_of_another_user_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
     keys.create("a", tmp_path)

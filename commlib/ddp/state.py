@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,12 +22,13 @@ from commlib.ddp.config import AttachConfig
 from commlib.ddp.hook_slot import HookSlot, give
 from commlib.ddp.observer import Buckets, Fence, PassiveObserver, visible
 from commlib.ddp.resources import Resources
-from commlib.errors import PeerLost, check_numbers
+from commlib.errors import CommlibError, PeerLost, check_numbers
 from commlib.exchange.factors.layers import FactorLayers
+from commlib.exchange.peer_wait import PeerWait
 from commlib.exchange.rate_limit import RateLimit, check_limit
 from commlib.exchange.sequencer import Sequencer
 from commlib.exchange.step_commit import StepCommit
-from commlib.groups.handshake import agree, announce, answer_roll_call, meeting_place, publish_failure
+from commlib.groups.handshake import agree, announce, meeting_place, publish_failure
 from commlib.groups.process_groups import deadline, group_of
 from commlib.groups.world import World
 from commlib.monitoring.log import Log, Monitor
@@ -113,7 +114,7 @@ class HookState:
         self._module = weakref.ref(module)
         self._reduced_over = getattr(module, "process_group", None)
         self._skips = bool(getattr(module, "skip_all_reduce_unused_params", False))
-        self._index = _NONE  # of the bucket before, in this step
+        self._index, self._joins = _NONE, False  # of the bucket before, in this step; whether ranks may join early
         self._tracer = Tracer(module, self.world.rank)
         self._observer: PassiveObserver | None = None
         try:
@@ -143,6 +144,8 @@ class HookState:
         self._names = {id(p): n for n, p in trained_parameters(inside(module)).items()}
         where = self._group, self._key, self.world, setup.device, self._levels, self._about
         self._resources = Resources(*where, limit, self._servers, timeout)
+        self._peers = PeerWait([(self._group, self._key, self.world)], setup.device)
+        self.besides: Mapping[str, str] = {}  # what must be the same on all ranks as they exchange, besides the count
         close_at_exit(self, self._resources.close)
         self._turn(setup, factors, self._key)
         guard = None
@@ -227,6 +230,7 @@ class HookState:
         self._steps.settle()
         count = from_state(state, self._plan, self._store, self.world, self._levels, drop_residuals=drop_residuals)
         self._steps.resume(count)
+        self._peers.ask("has loaded a state")
         self._hook_if_needed()
 
     def discard_step(self) -> None:
@@ -234,7 +238,8 @@ class HookState:
 
         Non-finite steps are discarded without it. Call it on every rank, before the next backward pass.
         """
-        self._steps.discard()
+        if self._steps.discard():
+            self._peers.ask("has discarded a step")
 
     def trace(self, path: str | os.PathLike[str]) -> Recording:
         """Record what this rank does from now on, for Perfetto (ui.perfetto.dev) and chrome://tracing::
@@ -432,6 +437,7 @@ class HookState:
         DDP waits in C++, where nobody could say so.
         """
         self._steps.begin(remembers=False)
+        self._compare_steps()
         label, value = f"buckets of step {self._steps.count}", torch.zeros(1, dtype=torch.float32)
         one = Fence(value, [(meter, value.nbytes)])
         done = self._sequencer.here(label, one, value, self._meanwhile)
@@ -441,6 +447,7 @@ class HookState:
     def _exchanged(self, ended: float, buckets: Buckets) -> None:
         """That exchange is through."""
         self._monitor.waited_since(ended)
+        self._check_same()
         if self._factors is not None:
             self._factors.end_step()
         if self._manager is not None:
@@ -467,6 +474,7 @@ class HookState:
         if first:
             self._check_group()
             self._steps.begin(remembers=self._plan.remembers or self._dense_steps > 0)
+            self._compare_steps()
             self._store.rescale(self._scale.now())
             self._shadow = not at_end_of_backward(self._finish)
         buffer = bucket.buffer()
@@ -487,6 +495,8 @@ class HookState:
         self._steps.submitted(future, last=bucket.is_last())
         if bucket.is_last():
             self._all_issued()
+            if self._joins and self._shadow:  # DDP would wait in C++, where nobody answers another rank
+                self.wait_for(self._steps.under_way())
             if self._shadow:
                 self._review()
         return future
@@ -502,6 +512,7 @@ class HookState:
 
     def before_join(self) -> None:
         """The model comes into a ``Join``, in which ranks drop out one by one: only a hook sees that."""
+        self._joins = True
         if self._observer is not None:
             self._observer.leave()
 
@@ -522,19 +533,44 @@ class HookState:
             self._steps.end()
             self._all_issued()
         with self._monitor.waiting():
-            for future in self._steps.under_way():
-                wait(future, self._meanwhile)
+            self.wait_for(self._steps.under_way())
         if self._buckets.faults:
             error = self._buckets.faults[0]
             announce(self._group, f"{self._key}/lost", f"rank {self.world.rank}: {error}")
             raise self._sequencer.give_up(error)
         self._review()
 
+    def _compare_steps(self) -> None:
+        """Before anything of an exchange is issued: is every rank at this one?"""
+        try:
+            self._peers.begin(
+                {"step": str(self._steps.count), **self.besides}, f"exchange buckets of step {self._steps.count}"
+            )
+        except CommlibError as e:
+            raise self._sequencer.give_up(e) from None
+
+    def wait_for(self, futures: Iterable[torch.futures.Future[Tensor]]) -> None:
+        """Wait until these parts of an exchange are through, which may be none.
+
+        Raises:
+            PeerLost: a rank did not come.
+            PlanMismatch: ranks are at different steps.
+        """
+        try:
+            for future in futures:
+                wait(future, self._meanwhile)
+        finally:
+            self._check_same()
+
+    def _check_same(self) -> None:
+        if (found := self._peers.found) is not None:
+            raise self._sequencer.give_up(found)
+
     def _meanwhile(self) -> None:
-        found = answer_roll_call(self._group, f"{self._key}/lost", self.world)
-        if found:
-            what = f"rank {self.world.rank} of {self.world.size} could not exchange buckets of step {self._steps.count}"
-            raise self._sequencer.give_up(PeerLost(f"{what}: another rank has given up; {found}"))
+        try:
+            self._peers.answer()
+        except CommlibError as e:
+            raise self._sequencer.give_up(e) from None
 
     def _review(self) -> None:
         """Let routes change between two steps. (A rank that has joined comes here once it has issued its part.)"""

@@ -84,15 +84,17 @@ class StepCommit:
         """Decides what became of the last step, before anything reads or replaces what it left."""
         self._settle(abandon=False)
 
-    def discard(self) -> None:
-        """The step just exchanged never happened."""
+    def discard(self) -> bool:
+        """The step just exchanged never happened; returns whether there was one."""
+        undone = self._undoable
         if self._buckets:
             self._discarded = True
-        elif self._undoable:  # somebody has asked for what it left, and so committed it, meanwhile
+        elif undone:  # somebody has asked for what it left, and so committed it, meanwhile
             self._store.undo()
             self.count -= 1
             self.skipped += 1
             self._undoable = False
+        return undone or bool(self._buckets)
 
     def resume(self, count: int) -> None:
         """Go on after so many, with a store that has been filled anew."""

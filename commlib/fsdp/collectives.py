@@ -61,8 +61,11 @@ class ParameterAllGather(_Memory):
         if self._coded and all_of_them and input_tensor.is_floating_point():
             self._traffic.values(self._unit, input_tensor, output_tensor)
             return None
-        call = functools.partial(self._own, output_tensor, input_tensor, group, async_op)
-        return self._traffic.own(self._unit, "parameters", call)
+        call = functools.partial(self._own, output_tensor, input_tensor, group)
+        if async_op:  # who asked for it waits for it
+            return call(True)
+        self._traffic.own(self._unit, "parameters", call)
+        return None
 
 
 class ReplicaGroup:
@@ -77,12 +80,14 @@ class ReplicaGroup:
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> None:
         """All-reduce a tensor: this rank's shard. Through when it returns, so there is no work to wait for."""
         if self._traffic.plain(self._unit):
-            self._traffic.own(
-                self._unit, "gradients", lambda: self._group.allreduce(tensors, opts).wait(), between=True
-            )
+            self._traffic.own(self._unit, "gradients", functools.partial(self._all_reduce, tensors, opts), between=True)
             self._traffic.reduced_across(self._unit, tensors[0])
         else:
             self._traffic.across(self._unit, tensors[0], opts.reduceOp)
+
+    def _all_reduce(self, tensors: Sequence[Tensor], opts: Any, later: bool) -> Any:
+        work = self._group.allreduce(tensors, opts)
+        return work if later else work.wait()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)

@@ -10,6 +10,7 @@ goes between replicas has process groups of its own.
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from commlib.errors import CommlibError, PeerLost
 from commlib.exchange import reduce_scatter
 from commlib.exchange.collectives import AllGather, Rounds, Scope, lockstep
 from commlib.exchange.lanes import Siblings, lay, make_sequencer, scopes
+from commlib.exchange.peer_wait import PeerWait
 from commlib.exchange.reduce_scatter import ReduceScatter
 from commlib.exchange.registry import EXCHANGES
 from commlib.exchange.sequencer import Sequencer
@@ -33,7 +35,8 @@ from commlib.fsdp import parameters
 from commlib.fsdp.gradients import GradientReducer
 from commlib.fsdp.param_groups import ParamGroup
 from commlib.fsdp.plan import Replicas
-from commlib.groups.handshake import answer_roll_call, explained
+from commlib.groups.handshake import explained
+from commlib.groups.process_groups import waits_on_stream
 from commlib.groups.world import World
 from commlib.monitoring.log import Monitor
 from commlib.planning.plan import Plan
@@ -75,8 +78,10 @@ class FsdpCommunicator:
         self._shard, self._replicas, self._scale, self._codecs = shard, replicas, scale, codecs
         groups = [units[0].shard_group, *([] if replicas is None else [units[0].replicate_group])]
         worlds = [shard, *([] if replicas is None else [replicas.inter])]
-        self._calls = [(g, f"{key}/lost", w) for g, key, w in zip(groups, keys, worlds, strict=True)]
+        places = list(zip(groups, keys, worlds, strict=True))
+        self._calls = [(g, f"{key}/lost", w) for g, key, w in places]
         self.device = units[0].inner.device
+        self.peers = PeerWait(places, self.device)
         self.store = MemoryStore()
         self.steps = StepCommit(self.store)
         names = [name for unit in units for name in unit.names]
@@ -163,16 +168,25 @@ class FsdpCommunicator:
         trip = parameters.rounds(specs, codecs, part, out, self._shard, meters, arena)
         self._go(self._sequencer, unit, trip, out, "parameters of ")
 
-    def own(self, unit: ParamGroup, what: str, call: Callable[[], Any], *, between: bool = False) -> Any:
-        """FSDP2's own collective of a unit; if it fails, with an error that names who is missing.
+    def own(self, unit: ParamGroup, what: str, call: Callable[[bool], Any], *, between: bool = False) -> None:
+        """FSDP2's own collective of a unit is through; if it fails, with an error that names who is missing.
 
-        ``between``: replicas, and not of those that share the parameters out.
+        Args:
+            unit: its unit.
+            what: it carries.
+            call: makes it, given whether it shall return its work, or wait by itself.
+            between: replicas, and not those that share the parameters out.
         """
+        group, key, world = self._calls[between]
+        looks = not waits_on_stream(group, self.device)  # else this thread does not wait
         try:
             with self._waiting():
-                return call()
+                work = call(looks)
+                if looks and work is not None:
+                    wait(_in_a_thread(work), self.meanwhile)
+        except CommlibError:
+            raise
         except RuntimeError as e:
-            group, key, world = self._calls[between]
             why = explained(group, key, world, e)
             me = f"rank {world.rank} of {world.size}"
             lost = PeerLost(f"{me} could not exchange {what} of {unit.name} in step {self.steps.count}: {why}")
@@ -198,6 +212,11 @@ class FsdpCommunicator:
         if this == self._pass:
             return
         self.steps.begin(remembers=self._reducer.remembers)  # a pass before it that broke off is given up
+        step = self.steps.count
+        try:
+            self.peers.begin({"step": str(step)}, f"exchange gradients of step {step}")
+        except CommlibError as e:
+            raise self._give_up(e) from None
         self.store.rescale(self._scale.now())
         self._flags, self._pass = [], this
         if not at_end_of_backward(self._end):
@@ -221,6 +240,8 @@ class FsdpCommunicator:
         else:
             future = _done(self.device)
         self.steps.submitted(future, last=True)
+        if (found := self.peers.found) is not None:
+            raise self._give_up(found)
         if (monitor := self._monitor()) is not None:
             monitor.exchanged(self.steps.count, joined=False, meanwhile=self.meanwhile)
 
@@ -248,14 +269,20 @@ class FsdpCommunicator:
         return future
 
     def meanwhile(self) -> None:
-        """Answers roll calls of both groups: who waits in one may be called in the other."""
-        for group, key, world in self._calls:
-            if found := answer_roll_call(group, key, world):
-                lost = PeerLost(
-                    f"rank {world.rank} of {world.size} could not go on: another rank has given up; {found}"
-                )
-                self._between.give_up(lost)
-                raise self._sequencer.give_up(lost)
+        """What a wait does every half second: answers other ranks, in both groups.
+
+        Raises:
+            PeerLost: another rank has given up.
+            PlanMismatch: ranks are at different steps.
+        """
+        try:
+            self.peers.answer()
+        except CommlibError as e:
+            raise self._give_up(e) from None
+
+    def _give_up(self, error: BaseException) -> BaseException:
+        self._between.give_up(error)
+        return self._sequencer.give_up(error)
 
     def _factor(self, factor: float | None, op: Any) -> float:
         if factor is None:
@@ -273,6 +300,21 @@ def _kind(op: Any) -> Any:
 def _done(device: torch.device) -> torch.futures.Future[Tensor]:
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
     future.set_result(torch.empty(0, dtype=torch.float32, device=device))
+    return future
+
+
+def _in_a_thread(work: Any) -> torch.futures.Future[Tensor]:
+    """A future of a work that has none: Gloo's reduce-scatter neither knows a deadline nor whether it is through."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+
+    def through() -> None:
+        try:
+            work.wait()
+            future.set_result(None)
+        except Exception as e:
+            future.set_exception(e)
+
+    threading.Thread(target=through, name="commlib-fsdp-own", daemon=True).start()
     return future
 
 

@@ -66,7 +66,12 @@ class ParamGroup:
 
         def post_backward(*args: Any) -> Any:
             self.present = list(self._with_gradient())
-            return original(*args)
+            try:
+                return original(*args)
+            except ValueError as e:  # PyTorch logs a collective's error, and then wants to know the group it was of
+                if isinstance(e.__context__, CommlibError):
+                    raise e.__context__ from None
+                raise
 
         self.inner.post_backward = post_backward
         return lambda: self._restore("post_backward")

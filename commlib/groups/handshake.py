@@ -146,7 +146,7 @@ def roll_call_at(store: DeadlineStore, key: str, world: World) -> str:
         store.set(f"{key}/called", b"")
         store.set(f"{key}/{world.rank}", b"here")
         missing = wait_for_all(store, key, world, ROLL_CALL_S)
-        words = f"{_ranks(missing)} did not answer a roll call" if missing else "all ranks still answer a roll call"
+        words = f"{named(missing)} did not answer a roll call" if missing else "all ranks still answer a roll call"
         store.set(f"{key}/verdict", words)
     except Exception as e:
         return f"the store that would know who is missing does not answer either ({type(e).__name__})"
@@ -178,7 +178,8 @@ def announce(group: Any, key: str, why: str) -> None:
         store.set(f"{key}/called", b"here")
 
 
-def _ranks(ranks: list[int]) -> str:
+def named(ranks: list[int]) -> str:
+    """Ranks in words."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
@@ -186,7 +187,7 @@ def _await(store: DeadlineStore, key: str, world: World, timeout: float, doing: 
     missing = wait_for_all(store, key, world, timeout)
     if missing:
         raise PeerLost(
-            f"commlib.{doing}: {_ranks(missing)} of {world.size} did not {doing} within {timeout:g} s "
+            f"commlib.{doing}: {named(missing)} of {world.size} did not {doing} within {timeout:g} s "
             f"(this is rank {world.rank}). Every rank must {doing} its models in the same order."
         )
 

@@ -21,7 +21,6 @@ from commlib.ddp.state import HookState
 from commlib.errors import CheckpointMismatch
 from commlib.local_sgd.outer_optimizers import OuterOptimizer
 from commlib.runtime.amp import finite
-from commlib.runtime.autograd import wait
 
 NBYTES = 25 << 20
 """Of a row, about: as DDP's buckets."""
@@ -136,6 +135,7 @@ class Fragment:
         for block in self.blocks:
             block.measure()
         self._apart = [block.delta.clone() for block in self.blocks] if self._rule.apart else []
+        self.state.besides = {"local step": str(now)}
         self._futures, self.lands = [self.state.reduce(block) for block in self.blocks], now + delay
         self.left = now
 
@@ -144,9 +144,9 @@ class Fragment:
 
         Raises:
             PeerLost: a rank did not come.
+            PlanMismatch: ranks have taken different numbers of steps.
         """
-        for future in self._futures:
-            wait(future, self.state._meanwhile)
+        self.state.wait_for(self._futures)
         self._futures = []
 
     def land(self, mix: float) -> bool:

@@ -136,11 +136,11 @@ def explain(found: Mapping[str, Sequence[Sequence[int]]], step: int | None) -> R
     held = " and ".join(f"ranks {', '.join(map(str, r))}" if len(r) > 1 else f"rank {r[0]}" for r in found[layers[0]])
     more = f" (and {len(layers) - 1} more: {', '.join(layers[1:4])}{', …' * (len(layers) > 4)})" if layers[1:] else ""
     return ReplicasDiverged(
-        f"{when}replicas differ in {layers[0]!r}{more}: {held} each hold values of their own. Gradients are the same "
-        "on all ranks, so look at what else changes parameters: an optimizer with another state or learning rate on "
-        "one rank, weights loaded or set on one rank after DDP was made, a step that one rank left out, other builds "
-        "of PyTorch or kinds of device; or broken memory. Restart from a checkpoint, or make DDP anew: it sends the "
-        "first rank's parameters to all",
+        f"{when}replicas differ in {layers[0]!r}{more}: {held} each hold values of their own. Exchanged gradients are "
+        "the same on ranks that have taken as many steps (comm.stats().steps), so look at what else changes "
+        "parameters: an optimizer with another state or learning rate on one rank, weights loaded or set on one rank "
+        "after DDP was made, a step that one rank left out, other builds of PyTorch or kinds of device; or broken "
+        "memory. Restart from a checkpoint, or make DDP anew: it sends the first rank's parameters to all",
         layers,
         found[layers[0]],
         step,

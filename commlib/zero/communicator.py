@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from commlib.codecs.base import Memory, Seeds
 from commlib.codecs.memory_store import MemoryStore
-from commlib.errors import PeerLost
+from commlib.errors import CommlibError
 from commlib.exchange.buffers import StepBuffers, rows
 from commlib.exchange.collectives import AllGather, Rounds
 from commlib.exchange.lanes import Siblings, lay, make_sequencer
 from commlib.exchange.layer_task import LayerTask
+from commlib.exchange.peer_wait import PeerWait
 from commlib.exchange.scatter_gather import mean_of_stripe, scatter
 from commlib.exchange.throttled_group import Throttle
-from commlib.groups.handshake import answer_roll_call
 from commlib.groups.world import World
 from commlib.runtime.autograd import wait
 from commlib.runtime.exit import close_at_exit
@@ -85,14 +85,15 @@ class ZeroCommunicator:
     def __init__(
         self, group: Any, key: str, world: World, buckets: Sequence[Sequence[LayerCut]], seed: int, device: torch.device
     ) -> None:
-        self._group, self._lost_key, self._world, self._seed = group, f"{key}/lost", world, seed
+        self._world, self._seed = world, seed
         self._buckets, self.device = buckets, device
         self.store = MemoryStore()
         self.meters = {cut.spec.name: Meter(device, cut.spec.name) for cuts in buckets for cut in cuts}
         self._arenas = {cut.spec.name: (StepBuffers(), StepBuffers()) for cuts in buckets for cut in cuts}
         self._under_way: list[torch.futures.Future[Tensor]] = []
         lanes: list[tuple[Any, ...]] = [("world",)]
-        self._sequencer = make_sequencer(group, self._lost_key, world, device)
+        self._sequencer = make_sequencer(group, f"{key}/lost", world, device)
+        self.peers = PeerWait([(group, key, world)], device)
         lay(self._sequencer, lanes, group, Siblings(group, device), Throttle(None, 0))
         close_at_exit(self, self._sequencer.close)
 
@@ -110,6 +111,11 @@ class ZeroCommunicator:
             means: (n,) each, this rank's part of every layer.
             step: how many came before it.
         """
+        if bucket == 0:
+            try:
+                self.peers.begin({"step": str(step)}, f"exchange gradients of step {step}")
+            except CommlibError as e:
+                raise self._sequencer.give_up(e) from None
         items = [self._item(cut, found[cut.spec.name], step) for cut in self._buckets[bucket]]
         self._go(f"gradients of bucket {bucket} of step {step}", to_owners(items, self._world, means), means[0])
 
@@ -135,10 +141,15 @@ class ZeroCommunicator:
 
         Raises:
             PeerLost: a rank did not come, which is named.
+            PlanMismatch: ranks are at different steps.
         """
         under_way, self._under_way = self._under_way, []
-        for future in under_way:
-            wait(future, self._meanwhile)
+        try:
+            for future in under_way:
+                wait(future, self._meanwhile)
+        finally:
+            if (error := self.peers.found) is not None:
+                raise self._sequencer.give_up(error)
 
     def close(self) -> None:
         """Ends the thread."""
@@ -159,7 +170,7 @@ class ZeroCommunicator:
         )
 
     def _meanwhile(self) -> None:
-        found = answer_roll_call(self._group, self._lost_key, self._world)
-        if found:
-            me = f"rank {self._world.rank} of {self._world.size}"
-            raise self._sequencer.give_up(PeerLost(f"{me} could not go on: another rank has given up; {found}"))
+        try:
+            self.peers.answer()
+        except CommlibError as e:
+            raise self._sequencer.give_up(e) from None

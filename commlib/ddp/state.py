@@ -230,7 +230,7 @@ class HookState:
         self._steps.settle()
         count = from_state(state, self._plan, self._store, self.world, self._levels, drop_residuals=drop_residuals)
         self._steps.resume(count)
-        self._peers.ask("has loaded a state")
+        self._peers.why = "has loaded a state"
         self._hook_if_needed()
 
     def discard_step(self) -> None:
@@ -239,7 +239,7 @@ class HookState:
         Non-finite steps are discarded without it. Call it on every rank, before the next backward pass.
         """
         if self._steps.discard():
-            self._peers.ask("has discarded a step")
+            self._peers.why = "has discarded a step"
 
     def trace(self, path: str | os.PathLike[str]) -> Recording:
         """Record what this rank does from now on, for Perfetto (ui.perfetto.dev) and chrome://tracing::
@@ -541,13 +541,17 @@ class HookState:
         self._review()
 
     def _compare_steps(self) -> None:
-        """Before anything of an exchange is issued: is every rank at this one?"""
-        try:
-            self._peers.begin(
-                {"step": str(self._steps.count), **self.besides}, f"exchange buckets of step {self._steps.count}"
-            )
-        except CommlibError as e:
-            raise self._sequencer.give_up(e) from None
+        """Before anything of an exchange is issued: if it may not be so, is every rank at this one?"""
+        self._peers.number += 1
+        if self._peers.why:
+            try:
+                self._peers.begin(*self._place())
+            except CommlibError as e:
+                raise self._sequencer.give_up(e) from None
+
+    def _place(self) -> tuple[Mapping[str, str], str]:
+        """What must be the same on all ranks in this exchange, and what it is, in words."""
+        return {"step": str(self._steps.count), **self.besides}, f"exchange buckets of step {self._steps.count}"
 
     def wait_for(self, futures: Iterable[torch.futures.Future[Tensor]]) -> None:
         """Wait until these parts of an exchange are through, which may be none.
@@ -563,12 +567,13 @@ class HookState:
             self._check_same()
 
     def _check_same(self) -> None:
-        if (found := self._peers.found) is not None:
-            raise self._sequencer.give_up(found)
+        if self._peers.found is not None:
+            self._peers.tell()
+            raise self._sequencer.give_up(self._peers.found)
 
     def _meanwhile(self) -> None:
         try:
-            self._peers.answer()
+            self._peers.answer(*self._place())
         except CommlibError as e:
             raise self._sequencer.give_up(e) from None
 

@@ -8,34 +8,37 @@ from typing import Any
 import torch
 
 from commlib.errors import PeerLost, PlanMismatch
+from commlib.exchange.step_check import StepCheck
 from commlib.groups.handshake import announce, answer_roll_call
 from commlib.groups.process_groups import deadline
-from commlib.groups.step_check import StepCheck
 from commlib.groups.world import World
 
 
 class PeerWait:
     """Waits of one attached model: roll calls, and comparisons of steps, over each of its process groups.
 
-    Who waits in one group may be asked in another, so a wait answers in all of them.
+    Who waits in one group may be asked in another, so a wait answers in all of them. Steps are compared at the first
+    exchange; a step with nothing to compare, and no wait, asks nothing here.
 
     Args:
         places: process group, prefix of its keys, and this rank in it; roll calls are at ``prefix/lost``.
         device: of the gradients.
+
+    Attributes:
+        number: of the exchange under way, from 1; to be counted by who begins one.
+        why: what this rank has done since the last one, for which steps are to be compared; empty if nothing.
+        found: the error to be raised once the exchange is through: ranks are at different steps.
     """
 
     def __init__(self, places: Sequence[tuple[Any, str, World]], device: torch.device) -> None:
         self._places = places
         self._checks = [StepCheck(g, key, w, deadline(g, device).total_seconds()) for g, key, w in places]
         self._doing = ""
-
-    def ask(self, why: str) -> None:
-        """Compare steps before the next exchange; ``why``: what this rank has done, for errors."""
-        for check in self._checks:
-            check.ask(why)
+        self.number, self.why = 0, "has attached"
+        self.found: PlanMismatch | None = None
 
     def begin(self, mine: Mapping[str, str], doing: str) -> None:
-        """An exchange begins, of which nothing is issued yet.
+        """Compare steps, before anything of this exchange is issued.
 
         Args:
             mine: what must be the same on all ranks, by name: the count of steps.
@@ -45,37 +48,31 @@ class PeerWait:
             PeerLost: a rank did not come, or has given up.
             StoreSilent: the store does not answer.
         """
-        self._doing = doing
+        self._doing, why, self.why = doing, self.why, ""
         for check in self._checks:
-            check.begin(mine, self._answer_roll_calls)
+            check.begin(self.number, mine, why, self._answer_roll_calls)
+            self.found = self.found or check.found
 
-    def answer(self) -> None:
-        """To be called every half second of a wait.
+    def answer(self, mine: Mapping[str, str], doing: str) -> None:
+        """To be called every half second of a wait; arguments as :meth:`begin`.
 
         Raises:
             PeerLost: another rank has given up.
             PlanMismatch: ranks are at different steps, and the exchange does not come through either.
         """
+        self._doing = doing
         try:
             self._answer_roll_calls()
         except PeerLost as e:  # another rank may have said already what this one is about to say
-            raise (self._found() or e) from None
+            raise (self.found or e) from None
         for check in self._checks:
-            check.answer(self._answer_roll_calls)
+            check.answer(self.number, mine, self._answer_roll_calls)
+            self.found = self.found or check.found
 
-    @property
-    def found(self) -> PlanMismatch | None:
-        """The error to be raised now that the exchange is through: ranks are at different steps.
-
-        Those who wait in another of these groups are told.
-        """
-        found = self._found()
-        for group, key, world in self._places if found is not None else ():
-            announce(group, f"{key}/lost", f"rank {world.rank}: {found}")
-        return found
-
-    def _found(self) -> PlanMismatch | None:
-        return next((check.found for check in self._checks if check.found is not None), None)
+    def tell(self) -> None:
+        """Tell those who wait in another of these groups what was found."""
+        for group, key, world in self._places:
+            announce(group, f"{key}/lost", f"rank {world.rank}: {self.found}")
 
     def _answer_roll_calls(self) -> None:
         for group, key, world in self._places:

@@ -212,11 +212,12 @@ class FsdpCommunicator:
         if this == self._pass:
             return
         self.steps.begin(remembers=self._reducer.remembers)  # a pass before it that broke off is given up
-        step = self.steps.count
-        try:
-            self.peers.begin({"step": str(step)}, f"exchange gradients of step {step}")
-        except CommlibError as e:
-            raise self._give_up(e) from None
+        self.peers.number += 1
+        if self.peers.why:
+            try:
+                self.peers.begin(*self._place())
+            except CommlibError as e:
+                raise self._give_up(e) from None
         self.store.rescale(self._scale.now())
         self._flags, self._pass = [], this
         if not at_end_of_backward(self._end):
@@ -240,8 +241,9 @@ class FsdpCommunicator:
         else:
             future = _done(self.device)
         self.steps.submitted(future, last=True)
-        if (found := self.peers.found) is not None:
-            raise self._give_up(found)
+        if self.peers.found is not None:
+            self.peers.tell()
+            raise self._give_up(self.peers.found)
         if (monitor := self._monitor()) is not None:
             monitor.exchanged(self.steps.count, joined=False, meanwhile=self.meanwhile)
 
@@ -276,9 +278,13 @@ class FsdpCommunicator:
             PlanMismatch: ranks are at different steps.
         """
         try:
-            self.peers.answer()
+            self.peers.answer(*self._place())
         except CommlibError as e:
             raise self._give_up(e) from None
+
+    def _place(self) -> tuple[Mapping[str, str], str]:
+        """What must be the same on all ranks in this step, and what is done in it, in words."""
+        return {"step": str(self.steps.count)}, f"exchange gradients of step {self.steps.count}"
 
     def _give_up(self, error: BaseException) -> BaseException:
         self._between.give_up(error)

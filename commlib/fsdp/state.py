@@ -171,7 +171,7 @@ class ShardedState:
         plan, store = self._plan, traffic.store
         count = from_state(state, plan, store, self.world, self._replicas, drop_residuals=drop_residuals)
         traffic.steps.resume(count)
-        traffic.peers.ask("has loaded a state")
+        traffic.peers.why = "has loaded a state"
         if not store.empty and not self._undo:
             self._follow()  # what is held back goes out, though everything goes as it is
 
@@ -181,7 +181,7 @@ class ShardedState:
         Non-finite steps are discarded without it. Call it on every rank, before the next backward pass.
         """
         if self._traffic.steps.discard():
-            self._traffic.peers.ask("has discarded a step")
+            self._traffic.peers.why = "has discarded a step"
 
     def detach(self) -> None:
         """Gives the model back to FSDP2's own collectives, and ends the threads; :meth:`state_dict` still works.

@@ -85,7 +85,7 @@ class ZeroCommunicator:
     def __init__(
         self, group: Any, key: str, world: World, buckets: Sequence[Sequence[LayerCut]], seed: int, device: torch.device
     ) -> None:
-        self._world, self._seed = world, seed
+        self._world, self._seed, self._step = world, seed, 0
         self._buckets, self.device = buckets, device
         self.store = MemoryStore()
         self.meters = {cut.spec.name: Meter(device, cut.spec.name) for cuts in buckets for cut in cuts}
@@ -112,10 +112,12 @@ class ZeroCommunicator:
             step: how many came before it.
         """
         if bucket == 0:
-            try:
-                self.peers.begin({"step": str(step)}, f"exchange gradients of step {step}")
-            except CommlibError as e:
-                raise self._sequencer.give_up(e) from None
+            self.peers.number, self._step = self.peers.number + 1, step
+            if self.peers.why:
+                try:
+                    self.peers.begin(*self._place())
+                except CommlibError as e:
+                    raise self._sequencer.give_up(e) from None
         items = [self._item(cut, found[cut.spec.name], step) for cut in self._buckets[bucket]]
         self._go(f"gradients of bucket {bucket} of step {step}", to_owners(items, self._world, means), means[0])
 
@@ -148,8 +150,9 @@ class ZeroCommunicator:
             for future in under_way:
                 wait(future, self._meanwhile)
         finally:
-            if (error := self.peers.found) is not None:
-                raise self._sequencer.give_up(error)
+            if self.peers.found is not None:
+                self.peers.tell()
+                raise self._sequencer.give_up(self.peers.found)
 
     def close(self) -> None:
         """Ends the thread."""
@@ -171,6 +174,10 @@ class ZeroCommunicator:
 
     def _meanwhile(self) -> None:
         try:
-            self.peers.answer()
+            self.peers.answer(*self._place())
         except CommlibError as e:
             raise self._sequencer.give_up(e) from None
+
+    def _place(self) -> tuple[Mapping[str, str], str]:
+        """What must be the same on all ranks in this step, and what is done in it, in words."""
+        return {"step": str(self._step)}, f"exchange gradients of step {self._step}"

@@ -241,7 +241,7 @@ class ShardedStep:
             CheckpointMismatch: of another model, or ranks are missing.
         """
         self.steps = from_state(state, self._plan, self._traffic.store, self.world, drop_residuals=False)
-        self._traffic.peers.ask("has loaded residuals")
+        self._traffic.peers.why = "has loaded residuals"
 
     def close(self) -> None:
         """Gives the optimizer back, without state (which is in :meth:`state_dict`), and ends. Again: nothing."""

@@ -33,6 +33,16 @@ LATE = {"commlib/groups/handshake.py"}
 """Who has waited for a second looks whether another rank calls the roll."""
 
 
+BEGINNING = "server/shard/serve.py"
+"""Who begins a shard, and has it compile its kernels: on a slow machine that may still be under way."""
+
+
+def begins(frame: FrameType | None) -> bool:
+    while frame is not None and not frame.f_code.co_filename.endswith(BEGINNING):
+        frame = frame.f_back
+    return frame is not None
+
+
 def told(page: str) -> list[str]:
     """Files of a page's table, in its order."""
     rows = [line for line in (DOCS / page).read_text().splitlines() if line.startswith("| `")]
@@ -65,7 +75,7 @@ class Files:
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         if self.recording and event == "call" and not threading.current_thread().name.startswith(OTHERS):
             for root, name in sorted(self._roots.items(), reverse=True):  # in a wheel one lies in another
-                if frame.f_code.co_filename.startswith(f"{root}/"):
+                if frame.f_code.co_filename.startswith(f"{root}/") and not begins(frame):
                     file = name + frame.f_code.co_filename[len(root) :]
                     self.seen.add(file)
                     if threading.get_ident() == self._thread:

@@ -78,8 +78,9 @@ def red_in(report: ET.Element) -> dict[str, str]:
     for case in report.iter("testcase"):
         for kind in ("failure", "error"):
             if (found := case.find(kind)) is not None:
-                why = (found.get("message") or found.text or "").strip().splitlines()
-                red[f"{case.get('classname')}::{case.get('name')}"] = why[0] if why else kind
+                why = (found.get("message") or found.text or kind).strip().splitlines()
+                name = f"{case.get('classname')}::{case.get('name')}"
+                red[name] = f"{red[name]}; {why[0]}" if name in red else why[0]  # a failure, and then an error, too
     return red
 
 

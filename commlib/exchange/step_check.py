@@ -42,7 +42,7 @@ _MEND = (
 
 
 class StepCheck:
-    """The comparisons of one attached model over one process group. Making one asks for the first.
+    """The comparisons of one attached model over one process group.
 
     Args:
         group: process group.
@@ -56,34 +56,30 @@ class StepCheck:
 
     def __init__(self, group: Any, key: str, world: World, timeout: float) -> None:
         self._group, self._key, self._world, self._timeout = group, key, world, timeout
-        self._why, self._number, self._said = "has attached", 0, 0
-        self._mine: dict[str, str] = {}
+        self._number = self._said = 0
+        self._mine: Mapping[str, str] = {}
         self._since = 0.0
         self.found: PlanMismatch | None = None
 
-    def ask(self, why: str) -> None:
-        """Compare before the next exchange; ``why``: what this rank has done, for errors."""
-        self._why = why
-
-    def begin(self, mine: Mapping[str, str], meanwhile: Callable[[], None]) -> None:
-        """The next exchange begins, and nothing of it is issued yet.
+    def begin(self, number: int, mine: Mapping[str, str], why: str, meanwhile: Callable[[], None]) -> None:
+        """Ask before an exchange, of which nothing is issued yet.
 
         Args:
+            number: of the exchange, from 1, since the model was attached.
             mine: what must be the same on all ranks, by name: the count of steps.
+            why: what this rank has done, for errors.
             meanwhile: called every half second of a wait; it answers roll calls.
 
         Raises:
             PeerLost: a rank did not come.
             StoreSilent: the store does not answer.
         """
-        self._number += 1
-        self._mine = dict(mine)
-        why, self._why = self._why, ""
-        if why and self._world.size > 1:
+        self._number, self._mine = number, mine
+        if self._world.size > 1:
             store_of(self._group).set(self._at("asked"), b"")
             self._compare(why, meanwhile)
 
-    def answer(self, meanwhile: Callable[[], None]) -> None:
+    def answer(self, number: int, mine: Mapping[str, str], meanwhile: Callable[[], None]) -> None:
         """The same comparison, if another rank has asked; called while this one waits in an exchange.
 
         Raises:
@@ -92,9 +88,9 @@ class StepCheck:
         """
         if self.found is not None and time.monotonic() > self._since + PATIENCE_S:
             raise self.found
-        if self._said == self._number or self._world.size == 1:
+        if self._said == number or self._world.size == 1:
             return
-        asked = False
+        self._number, self._mine, asked = number, mine, False
         with contextlib.suppress(Exception):  # the store may be gone; the exchange itself will tell
             asked = store_of(self._group).within(ROLL_CALL_S).check([self._at("asked")])
         if asked:

@@ -550,7 +550,7 @@ class HookState:
                 raise self._sequencer.give_up(e) from None
 
     def _place(self) -> tuple[Mapping[str, str], str]:
-        """What must be the same on all ranks in this exchange, and what it is, in words."""
+        """Terms that must be the same on all ranks in this exchange, and its name in errors."""
         return {"step": str(self._steps.count), **self.besides}, f"exchange buckets of step {self._steps.count}"
 
     def wait_for(self, futures: Iterable[torch.futures.Future[Tensor]]) -> None:

@@ -50,7 +50,7 @@ class PeerWait:
         """
         self._doing, why, self.why = doing, self.why, ""
         for check in self._checks:
-            check.begin(self.number, mine, why, self._answer_roll_calls)
+            check.begin(self.number, mine, doing, why, self._answer_roll_calls)
             self.found = self.found or check.found
 
     def answer(self, mine: Mapping[str, str], doing: str) -> None:
@@ -66,7 +66,7 @@ class PeerWait:
         except PeerLost as e:  # another rank may have said already what this one is about to say
             raise (self.found or e) from None
         for check in self._checks:
-            check.answer(self.number, mine, self._answer_roll_calls)
+            check.answer(self.number, mine, doing, self._answer_roll_calls)
             self.found = self.found or check.found
 
     def tell(self) -> None:

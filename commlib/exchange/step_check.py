@@ -61,13 +61,14 @@ class StepCheck:
         self._since = 0.0
         self.found: PlanMismatch | None = None
 
-    def begin(self, number: int, mine: Mapping[str, str], why: str, meanwhile: Callable[[], None]) -> None:
+    def begin(self, number: int, mine: Mapping[str, str], doing: str, why: str, meanwhile: Callable[[], None]) -> None:
         """Ask before an exchange, of which nothing is issued yet.
 
         Args:
             number: of the exchange, from 1, since the model was attached.
             mine: what must be the same on all ranks, by name: the count of steps.
-            why: what this rank has done, for errors.
+            doing: what is exchanged, for errors: "exchange buckets of step 3".
+            why: what this rank has done, for which they are compared.
             meanwhile: called every half second of a wait; it answers roll calls.
 
         Raises:
@@ -77,9 +78,9 @@ class StepCheck:
         self._number, self._mine = number, mine
         if self._world.size > 1:
             store_of(self._group).set(self._at("asked"), b"")
-            self._compare(why, meanwhile)
+            self._compare(doing, why, meanwhile)
 
-    def answer(self, number: int, mine: Mapping[str, str], meanwhile: Callable[[], None]) -> None:
+    def answer(self, number: int, mine: Mapping[str, str], doing: str, meanwhile: Callable[[], None]) -> None:
         """The same comparison, if another rank has asked; called while this one waits in an exchange.
 
         Raises:
@@ -94,9 +95,9 @@ class StepCheck:
         with contextlib.suppress(Exception):  # the store may be gone; the exchange itself will tell
             asked = store_of(self._group).within(ROLL_CALL_S).check([self._at("asked")])
         if asked:
-            self._compare("", meanwhile)
+            self._compare(doing, "", meanwhile)
 
-    def _compare(self, why: str, meanwhile: Callable[[], None]) -> None:
+    def _compare(self, doing: str, why: str, meanwhile: Callable[[], None]) -> None:
         before, self._said = self._said, self._number
         store, rank, size = store_of(self._group), self._world.rank, self._world.size
         store.set(f"{self._at('said')}/{rank}", msgpack.packb([self._mine, why]))
@@ -104,8 +105,8 @@ class StepCheck:
         while missing := wait_for_all(store, self._at("said"), self._world, LOOK_S):
             if time.monotonic() > end:
                 raise PeerLost(
-                    f"rank {rank} {why or 'was asked by another one'}, so it compares steps with all ranks before it "
-                    f"sends more: {named(missing)} of {size} did not answer within {self._timeout:g} s. {_MEND}"
+                    f"rank {rank} of {size} could not {doing}: {named(missing)} did not answer within "
+                    f"{self._timeout:g} s (steps are compared first: rank {rank} {why or 'was asked to'})"
                 )
             meanwhile()
         said = [msgpack.unpackb(store.get(f"{self._at('said')}/{r}")) for r in range(size)]

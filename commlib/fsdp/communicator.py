@@ -271,7 +271,7 @@ class FsdpCommunicator:
         return future
 
     def meanwhile(self) -> None:
-        """What a wait does every half second: answers other ranks, in both groups.
+        """Answers other ranks, in both groups; a wait calls it every half second.
 
         Raises:
             PeerLost: another rank has given up.
@@ -283,7 +283,7 @@ class FsdpCommunicator:
             raise self._give_up(e) from None
 
     def _place(self) -> tuple[Mapping[str, str], str]:
-        """What must be the same on all ranks in this step, and what is done in it, in words."""
+        """Terms that must be the same on all ranks in this step, and its name in errors."""
         return {"step": str(self.steps.count)}, f"exchange gradients of step {self.steps.count}"
 
     def _give_up(self, error: BaseException) -> BaseException:

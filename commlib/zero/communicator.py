@@ -179,5 +179,5 @@ class ZeroCommunicator:
             raise self._sequencer.give_up(e) from None
 
     def _place(self) -> tuple[Mapping[str, str], str]:
-        """What must be the same on all ranks in this step, and what is done in it, in words."""
+        """Terms that must be the same on all ranks in this step, and its name in errors."""
         return {"step": str(self._step)}, f"exchange gradients of step {self._step}"

@@ -41,7 +41,8 @@ _AGAIN = 5  # so many
 _WIRE_DRIFT = 1.4  # the same of the time on the wire, which varies more
 _WIRE_SHARE = 0.05  # of a step, below which nobody looks at it
 _OTHER_LINK = 1.2
-_PROBE_SHARE = 0.01  # of the time since, for a probe after one that changed nothing
+_PROBE_SHARE = 0.01  # of all time, for probes
+_RESERVE = 2  # probes that may be made in advance of it, the second only where steps have changed for sure
 
 
 def _unproved(off: float) -> str:
@@ -76,7 +77,7 @@ class Controller:
         self._now = Decision()
         self._looked_again = False
         self._suspected = False  # the last review has found steps to be others for sure
-        self._earned = math.inf  # seconds of training since a probe that changed nothing
+        self._credit = float(_RESERVE)  # probes that may be made
         self._probe_s = math.inf  # seconds that the last probe took, products and all
 
     def first(self) -> Decision:
@@ -154,7 +155,8 @@ class Controller:
         now = dataclasses.replace(self._now, said="", probe=False, skip=0, steps=_samples(f.span, 2.0, 10, 30))
         if f.link is not None:
             return self._probed(f, f.link)
-        self._earned += f.steps * (f.span + f.rest)
+        earned = _PROBE_SHARE * f.steps * (f.span + f.rest) / self._probe_s
+        self._credit = min(_RESERVE, self._credit + earned)
         ref = self._reference
         if ref is None:
             self._reference = f
@@ -164,7 +166,8 @@ class Controller:
         drifted = slower or (wire and not 1 / _WIRE_DRIFT < f.wire / ref.wire < _WIRE_DRIFT)
         sure = not 1 / _SURE < f.span / ref.span < _SURE
         suspected, self._suspected = self._suspected, sure
-        if drifted and ((sure and suspected) or self._probe_s < _PROBE_SHARE * self._earned):
+        if drifted and self._credit >= (1 if sure and suspected else _RESERVE):
+            self._credit -= 1
             self._suspected = False
             self._doubted = ref if self._doubted is None else None
             self._reference = f  # if it is not the link, this is what steps are like now
@@ -177,16 +180,12 @@ class Controller:
         assert before is not None
         was, now = before.all_reduce.beta, link.all_reduce.beta
         change = now / was if was else math.inf if now else 1.0  # of none that shows, one that does is another
-        self._earned = math.inf
         if (least := self._least_s(link)) > _SURE * f.span:
-            if self._doubted is None:  # for the second time
-                self._earned = 0.0
-            else:  # something was in the way: the next review finds steps as much changed, and measures again
+            if self._doubted is not None:  # something was in the way: the next review measures again, but once
                 self._reference = self._doubted
             return self._stay(f"not believed: {mbit(link)}, with which a step could not take less than {ms(least)}")
         self._doubted = None
         if 1 / _OTHER_LINK < change < _OTHER_LINK:
-            self._earned = 0.0
             if dense_now or dense is None or f.span < _CLEAR * dense.span:
                 return self._stay("the link is as it was")
             self._looked_again = False  # arithmetic has become slower: does the plan still win?
@@ -222,7 +221,6 @@ class Controller:
         what = f"{len(changed)} layers by other routes than dense" if changed else "all layers dense"
         said = "; ".join(filter(None, [said, f"{what} ({predicted})"]))
         if not changed or changed == dict(self._now.routes):
-            self._earned = 0.0
             return self._settle(said, f if changed == dict(self._now.routes) else None)
         return self._try(said)
 

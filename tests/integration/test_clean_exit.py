@@ -7,14 +7,13 @@ import sys
 
 import pytest
 
-from tests.support.clean_exits import ROUTES
+from tests.support.clean_exits import LOST, ROUTES
 from tests.support.tiers import full
 
 RUNS = {"server": 3}
 
 
-@pytest.mark.parametrize("route", full(*(r for r in ROUTES if r != "ddp")))
-def test_every_process_ends_with_0(route: str) -> None:
+def ends_well(route: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.clean_exits", route, str(RUNS.get(route, 10))],
         capture_output=True,
@@ -24,3 +23,13 @@ def test_every_process_ends_with_0(route: str) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert f"{route}: 0 of" in done.stdout
+
+
+@pytest.mark.parametrize("route", full(*(r for r in ROUTES if r != "ddp")))
+def test_every_process_ends_with_0(route: str) -> None:
+    ends_well(route)
+
+
+@pytest.mark.parametrize("route", full(*(f"{kind}:{r}" for r in LOST for kind in ("lost", "raises"))))
+def test_who_has_lost_a_rank_ends_as_a_script_does_with_the_error_or_after_it(route: str) -> None:
+    ends_well(route)

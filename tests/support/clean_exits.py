@@ -4,10 +4,17 @@
 
 Runs a job of two ranks so many times, and prints how many of them did not end with 0. A rank is forked from this
 process, which has imported PyTorch; but it comes to the end of a script, and its interpreter is taken down as any is.
+
+``lost:ROUTE`` has a third rank, which is killed within its fourth step. The others catch the error, and end with 0.
+``raises:ROUTE`` is the same, and they do not catch it: they end with 1, as Python does.
 """
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import random
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlib
 from commlib.planning.manager import manager
-from tests.support import script_ranks
+from tests.support import script_ranks, stopped_ranks
 from tests.support.tiny_ddp import Head
 
 RANKS = 2
@@ -109,9 +116,37 @@ ROUTES: dict[str, tuple[str, Callable[[], None]]] = {
 """Route → backend, and what a rank does."""
 
 
-def script(route: str) -> None:
+LOST = {
+    **{f"{rule}": ("gloo", rule) for rule in stopped_ranks.ROUTES if rule != "ddp"},
+    **{f"zmq {rule}": ("zmq", rule) for rule in ("none", "onebit", "powersgd:rank=2", "fsdp")},
+}
+"""Route → backend, and the name of its steps."""
+
+
+def loses(route: str, delay_s: float) -> None:
+    """Steps until one raises, because the last rank has been killed."""
+    backend, steps = LOST[route]
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=60))
+    step = stopped_ranks.ROUTES[steps]()
+    _KEPT.append(step)
+    for _ in range(3):
+        step()
+    dist.barrier()
+    if dist.get_rank() == RANKS:
+        signal.setitimer(signal.ITIMER_REAL, delay_s)  # it ends the process, wherever that is
+    while True:
+        step()
+
+
+def script(kind: str, route: str, delay_s: float) -> None:
     """One rank's script; the interpreter ends after it."""
     torch.set_num_threads(1)
+    if kind == "lost":
+        with contextlib.suppress(commlib.CommlibError):
+            loses(route, delay_s)
+        return
+    if kind == "raises":
+        loses(route, delay_s)
     backend, run = ROUTES[route]
     dist.init_process_group(backend)
     run()
@@ -122,15 +157,17 @@ def script(route: str) -> None:
 def main(route: str, runs: int) -> None:
     """Prints ``ROUTE: BAD of ALL processes``, with the exit codes of those that were bad."""
     began, bad = time.monotonic(), list[int]()
-    for _ in range(runs):
-        codes = script_ranks.run(RANKS, lambda _: script(route))
+    kind, name = (route.split(":", 1)) if route.startswith(("lost:", "raises:")) else ("", route)
+    for n in range(runs):
+        delay_s = random.Random(n).uniform(1e-4, 0.02)
+        codes = script_ranks.run(RANKS + bool(kind), lambda _, s=delay_s: script(kind, name, s))  # type: ignore[misc]
         if codes is None:
             return
-        bad += [code for code in codes if code]
+        bad += [code for code in codes[:RANKS] if code != (kind == "raises")]
     seconds = time.monotonic() - began
-    print(
-        f"{route}: {len(bad)} of {RANKS * runs} processes did not end with 0 {bad or ''}({seconds:.0f} s)", flush=True
-    )
+    wanted = int(kind == "raises")
+    found = f"{len(bad)} of {RANKS * runs} processes did not end with {wanted} {bad or ''}({seconds:.0f} s)"
+    print(f"{route}: {found}", flush=True)
     sys.exit(bool(bad))
 
 

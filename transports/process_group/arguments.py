@@ -6,20 +6,65 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 Parts = Sequence[Tensor]
 
 
-def one(given: Sequence[Any]) -> Any:
-    """The only one.
+def one(given: Any) -> Any:
+    """The only one; or the tensor itself, which the short forms of PyTorch's calls take.
 
     Raises:
         ValueError: there are more, or none.
     """
+    if isinstance(given, Tensor):
+        return given
     if len(given) != 1:
         raise ValueError(f"the zmq backend takes one tensor (or one list of them) a call, got {len(given)}")
     return given[0]
+
+
+def listed(given: Any) -> Any:
+    """The only list of tensors; or the list itself, which the short forms of PyTorch's calls take.
+
+    Raises:
+        ValueError: there are more, or none.
+    """
+    return given if len(given) and isinstance(given[0], Tensor) else one(given)
+
+
+def options(kind: type[Any], given: Any, timeout: Any = None, **short: Any) -> Any:
+    """Options of a call: as given, or made of the values that its short form takes.
+
+    Args:
+        kind: PyTorch's options.
+        given: such options, or None, or the first value of the short form: an operation or a root.
+        timeout: of the short form.
+        short: names and values of the short form; the first is ``given``, if that is a value.
+    """
+    if given is not None and not isinstance(given, (int, dist.ReduceOp, dist.ReduceOp.RedOpType)):
+        return given
+    made, first = kind(), True
+    for name, value in short.items():
+        value = given if first and value is None else value
+        first = False
+        if value is not None:
+            setattr(made, name, value)
+    if timeout is not None:
+        made.timeout = timeout
+    return made
+
+
+def member(what: str, rank: int, size: int) -> int:
+    """The rank, if a group of this size has it.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if not 0 <= rank < size:
+        raise ValueError(f"{what}: there is no rank {rank} in this group, which has ranks 0 to {size - 1}")
+    return rank
 
 
 def text(flat: Tensor) -> str:

@@ -6,16 +6,18 @@ message bears. Besides its calls torch.distributed asks a process group for name
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import datetime
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from commlib.messaging.link_model import AlphaBeta
+from commlib.runtime.autograd import untraced
 from commlib.transports.process_group.algorithms.steps import Position, Schedule
 
 from .arguments import Parts
@@ -23,7 +25,17 @@ from .engine import Engine, EngineCall
 from .host_tensors import HostTensors
 from .work import CollectiveWork
 
-_ProcessGroup: Any = dist.ProcessGroup  # its calls have two forms each; ours has those that torch.distributed uses
+_ProcessGroup: Any = dist.ProcessGroup  # its calls have two forms each
+_KEPT, _SMALL = 256, 4096  # works, and bytes of their results
+C = TypeVar("C", bound=type)
+
+
+def never_compiled(group: C) -> C:
+    """Keep ``torch.compile`` out of a class's calls: they hand tensors to threads, and run as they are written."""
+    for name, member in list(vars(group).items()):
+        if not name.startswith("_") and callable(member):
+            setattr(group, name, untraced(member))
+    return group
 
 
 class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
@@ -116,6 +128,9 @@ class GroupCalls(GroupIdentity):
         super().__init__(store, place, timeout)
         self.line = line
         self._engine, self._shut, self._place = engine, shut, place
+        # C++ may hold a work of which Python holds nothing any more, and then finds its calls gone: DDP does so in a
+        # Join that divides by the ranks that are left, from a forward pass to its backward pass.
+        self._kept: collections.deque[CollectiveWork] = collections.deque(maxlen=_KEPT)
 
     def _get_sequence_number_for_group(self) -> int:
         return self._engine.count
@@ -141,10 +156,23 @@ class GroupCalls(GroupIdentity):
                     held.back()
 
         what = parts[0].what if len(parts) == 1 else f"{len(parts)} collectives, first {parts[0].what}"
+        kind = parts[0].what.partition("(")[0]
         staged = [s for p in parts for held in p.fills for s in held.staged]
         work = CollectiveWork(what, result, self._engine.help, staged)
         call = EngineCall(work, schedule(), done, self._seconds(opts))
-        return self._engine.submit(call, waited_for=not getattr(opts, "asyncOp", True))
+        if sum(tensor.nbytes for tensor in result) <= _SMALL:
+            self._kept.append(work)
+        waited_for = not getattr(opts, "asyncOp", True)
+        return self._shown(kind, lambda: self._engine.submit(call, waited_for=waited_for))
+
+    def _shown(self, name: str, begin: Callable[[], CollectiveWork]) -> CollectiveWork:
+        """Begin a call; a profiler that runs sees it, from now until it is through."""
+        if not torch.autograd.profiler._is_profiler_enabled:
+            return begin()
+        with torch.autograd.profiler.record_function(f"zmq:{name}") as seen:
+            work = begin()
+            seen._call_end_callbacks_on_future(work.get_future())
+        return work
 
     def _seconds(self, opts: Any) -> float:
         given: datetime.timedelta | None = getattr(opts, "timeout", None)

@@ -6,6 +6,10 @@ waits for a work (which saves waking the other). All ranks make the same calls i
 waits only for messages of that very call. So by induction a rank that has made its call gets what it waits for, or one
 of these does not come: then the deadline ends the call, and the group with it, for ranks are out of step for good.
 
+Whoever has carried out a call tells its work, and with that runs what others have put behind its future. That may wait
+for a later call, as PyTorch's powerSGD_hook does. So no call is under way by then, and another thread takes the next
+one: if all that serve are busy so, one more begins, and ends when it is one too many.
+
 Every message says which call of the group it belongs to, the how-manieth and what: a rank that made another is named.
 """
 
@@ -27,6 +31,7 @@ from .collective_io import Going
 from .work import CollectiveWork
 
 _LOOK_S = 0.25  # so long a call may lie there whose caller said that it would wait, and does not
+_SPARE = 2  # threads that serve and wait for calls; more of them end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +69,10 @@ class Engine:
         self._closed = False
         self._error: BaseException | None = None
         self._count = 0
-        self._thread = threading.Thread(target=self._serve, name=f"commlib-zmq-{name}", daemon=True)
-        self._thread.start()
+        self._idle = 0  # threads that serve, and wait for a call
+        self._threads: set[threading.Thread] = set()
+        with self._lock:
+            self._another()
 
     @property
     def count(self) -> int:
@@ -113,21 +120,35 @@ class Engine:
             self._ended.notify_all()
 
     def join(self, seconds: float) -> None:
-        """Waits for the thread to end."""
-        if threading.current_thread() is not self._thread:
-            self._thread.join(seconds)
+        """Waits for the threads to end, so many seconds in all."""
+        end = time.monotonic() + seconds
+        for thread in self._threads - {threading.current_thread()}:
+            thread.join(max(0.0, end - time.monotonic()))
 
     # -- whose turn it is -----------------------------------------------------------------------
+
+    def _another(self) -> None:
+        """Begin another thread that serves."""
+        self._idle += 1
+        self._threads = {t for t in self._threads if t.is_alive()}
+        thread = threading.Thread(target=self._serve, name=f"commlib-zmq-{self._name}", daemon=True)
+        self._threads.add(thread)
+        thread.start()
 
     def _serve(self) -> None:
         while True:
             with self._lock:
                 while not self._closed and (self._busy or not self._queue):
                     self._work.wait(_LOOK_S)
+                self._idle -= 1
                 if self._closed:
                     return
                 call = self._begin()
             self._carry_out(call)
+            with self._lock:
+                if self._idle >= _SPARE:
+                    return
+                self._idle += 1
 
     def _begin(self) -> EngineCall:
         self._busy = True
@@ -147,12 +168,15 @@ class Engine:
             if error is not None:
                 self._error = self._error or error
                 left, self._queue = list(self._queue), collections.deque()
-        for each in (call, *left):
-            each.work.end(error)
+        told = [tell for each in (call, *left) if (tell := each.work.ended(error)) is not None]
         with self._lock:
             self._ended.notify_all()
             if self._queue:
                 self._work.notify()
+            if told and not self._idle and not self._closed:
+                self._another()
+        for tell in told:
+            tell()
 
     # -- one call -------------------------------------------------------------------------------
 

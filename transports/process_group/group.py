@@ -13,18 +13,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from commlib.transports.process_group.algorithms import choice, copy, sparse
 from commlib.transports.process_group.algorithms import reduce as reduce_steps
 from commlib.transports.process_group.algorithms.steps import cut
 
-from .arguments import Parts, check, kind, lengths, one, shares, text
-from .base import GroupCalls, ScheduledCollective
+from .arguments import Parts, check, kind, lengths, listed, member, one, options, shares, text
+from .base import GroupCalls, ScheduledCollective, never_compiled
 from .host_tensors import HostTensor, SparseHostTensor, flats, joined
 from .p2p import Mailbox
 from .reduce_ops import fold, nbytes
 from .work import CollectiveWork
 
+_AllgatherOptions: Any = vars(distributed_c10d)["AllgatherOptions"]
 _ALL_REDUCE = {
     "straight": reduce_steps.all_reduce,
     "two_shot": reduce_steps.all_reduce_two_shot,
@@ -32,14 +34,15 @@ _ALL_REDUCE = {
 }
 
 
+@never_compiled
 class ReduceCollectives(GroupCalls):
     """Sums, and what else ``opts.reduceOp`` may say."""
 
-    def allreduce(self, tensors: Parts, opts: Any = None) -> CollectiveWork:
+    def allreduce(self, tensors: Parts, opts: Any = None, timeout: Any = None, *, op: Any = None) -> CollectiveWork:
         """Sum a tensor in place (or what else ``opts.reduceOp`` says). A sparse one is summed only."""
-        opts, tensor = opts or dist.AllreduceOptions(), one(tensors)
+        opts, tensor = options(dist.AllreduceOptions, opts, timeout, reduceOp=op), one(tensors)
         part = self._all_reduce_sparse(tensor, opts) if tensor.is_sparse else self._all_reduce([tensor], opts)
-        return self._call([part], tensors, opts)
+        return self._call([part], [tensor], opts)
 
     def allreduce_coalesced(self, tensors: Parts, opts: Any = None) -> CollectiveWork:
         """Several tensors of one dtype at once."""
@@ -65,24 +68,29 @@ class ReduceCollectives(GroupCalls):
             f"all_reduce(sparse {tuple(tensor.shape)}, {kind(tensor.dtype)}, sum)", schedule, [held], [held]
         )
 
-    def reduce(self, tensors: Parts, opts: Any = None) -> CollectiveWork:
+    def reduce(
+        self, tensors: Parts, opts: Any = None, op: Any = None, timeout: Any = None, *, root: Any = None
+    ) -> CollectiveWork:
         """Sum a tensor on ``opts.rootRank``."""
-        opts = opts or dist.ReduceOptions()
-        out, root = HostTensor(one(tensors)), opts.rootRank
+        opts = options(dist.ReduceOptions, opts, timeout, rootRank=root, reduceOp=op)
+        root, tensor = member("reduce", opts.rootRank, self._place.size), one(tensors)
+        out = HostTensor(tensor)
         name, how = fold(opts.reduceOp, out.values.dtype, self._place.size)
         around = choice.broadcast_around(self.line, self._place.size, out.values.nbytes)
         schedule = (reduce_steps.reduce_chain if around else reduce_steps.reduce)(self._place, out.values, root, how)
         what = f"reduce({text(out.values)}, {name}, to rank {root})"
         return self._call(
-            [ScheduledCollective(what, schedule, [out], [out] if self._place.rank == root else [])], tensors, opts
+            [ScheduledCollective(what, schedule, [out], [out] if self._place.rank == root else [])], [tensor], opts
         )
 
-    def reduce_scatter(self, outputs: Parts, inputs: Sequence[Parts], opts: Any = None) -> CollectiveWork:
+    def reduce_scatter(
+        self, outputs: Parts, inputs: Sequence[Parts], opts: Any = None, timeout: Any = None, *, op: Any = None
+    ) -> CollectiveWork:
         """``outputs[0]`` ← the sum of all ranks' ``inputs[0][rank]``."""
-        opts = opts or dist.ReduceScatterOptions()
-        ins = flats(one(inputs))
-        part = self._reduce_scatter(HostTensor(one(outputs), read=False), ins, [f.values for f in ins], opts)
-        return self._call([part], outputs, opts)
+        opts = options(dist.ReduceScatterOptions, opts, timeout, reduceOp=op)
+        ins, out = flats(listed(inputs)), one(outputs)
+        part = self._reduce_scatter(HostTensor(out, read=False), ins, [f.values for f in ins], opts)
+        return self._call([part], [out], opts)
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> CollectiveWork:
         """``output`` ← this rank's part of the sum of all ranks' ``input``, P times as large."""
@@ -113,26 +121,30 @@ class ReduceCollectives(GroupCalls):
         return ScheduledCollective(what, schedule(self._place, out.values, parts, how), reads, [out])
 
 
+@never_compiled
 class CopyCollectives(GroupCalls):
     """Values as they are, where they are wanted; and the barrier, of none."""
 
-    def broadcast(self, tensors: Parts, opts: Any = None) -> CollectiveWork:
+    def broadcast(self, tensors: Parts, opts: Any = None, timeout: Any = None, *, root: Any = None) -> CollectiveWork:
         """Send ``opts.rootRank``'s tensor to all."""
-        opts = opts or dist.BroadcastOptions()
-        root = opts.rootRank
+        opts, tensor = options(dist.BroadcastOptions, opts, timeout, rootRank=root), one(tensors)
+        root = member("broadcast", opts.rootRank, self._place.size)
         own = self._place.rank == root
-        flat = HostTensor(one(tensors), read=own)
+        flat = HostTensor(tensor, read=own)
         around = choice.broadcast_around(self.line, self._place.size, flat.values.nbytes)
         schedule = (copy.broadcast_chain if around else copy.broadcast)(self._place, flat.values, root)
         part = ScheduledCollective(
             f"broadcast({text(flat.values)}, of rank {root})", schedule, [flat], [] if own else [flat]
         )
-        return self._call([part], tensors, opts)
+        return self._call([part], [tensor], opts)
 
-    def allgather(self, outputs: Sequence[Parts], inputs: Parts, opts: Any = None) -> CollectiveWork:
+    def allgather(
+        self, outputs: Sequence[Parts], inputs: Parts, opts: Any = None, *, timeout: Any = None
+    ) -> CollectiveWork:
         """``outputs[0][p]`` ← rank p's ``inputs[0]``."""
-        outs = flats(one(outputs), read=False)
-        return self._call([self._all_gather(outs, [o.values for o in outs], one(inputs))], one(outputs), opts)
+        opts, places = options(_AllgatherOptions, opts, timeout), listed(outputs)
+        outs = flats(places, read=False)
+        return self._call([self._all_gather(outs, [o.values for o in outs], one(inputs))], places, opts)
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> CollectiveWork:
         """``output``, P times as large ← all ranks' ``input``, one after another."""
@@ -167,31 +179,35 @@ class CopyCollectives(GroupCalls):
             f"all_gather({sum(map(len, outs))} × {kind(own.values.dtype)})", schedule, [own], fills
         )
 
-    def gather(self, outputs: Sequence[Parts], inputs: Parts, opts: Any = None) -> CollectiveWork:
+    def gather(
+        self, outputs: Sequence[Parts], inputs: Parts, opts: Any = None, timeout: Any = None, *, root: Any = None
+    ) -> CollectiveWork:
         """``outputs[0][p]`` on ``opts.rootRank`` ← rank p's ``inputs[0]``."""
-        opts = opts or dist.GatherOptions()
-        root, own = opts.rootRank, HostTensor(one(inputs))
-        outs = flats(one(outputs), read=False) if self._place.rank == root else []
+        opts = options(dist.GatherOptions, opts, timeout, rootRank=root)
+        root, own = member("gather", opts.rootRank, self._place.size), HostTensor(one(inputs))
+        places = listed(outputs) if self._place.rank == root else []
+        outs = flats(places, read=False)
         parts = [o.values for o in outs]
         if self._place.rank == root:
             check("gather", parts, own.values, root, self._place.size)
         schedule = copy.gather(self._place, parts, own.values, root)
-        result = [t for o in outputs for t in o]
         part = ScheduledCollective(f"gather({kind(own.values.dtype)}, to rank {root})", schedule, [own], outs)
-        return self._call([part], result, opts)
+        return self._call([part], places, opts)
 
-    def scatter(self, outputs: Parts, inputs: Sequence[Parts], opts: Any = None) -> CollectiveWork:
+    def scatter(
+        self, outputs: Parts, inputs: Sequence[Parts], opts: Any = None, timeout: Any = None, *, root: Any = None
+    ) -> CollectiveWork:
         """``outputs[0]`` ← ``inputs[0][rank]`` of ``opts.rootRank``."""
-        opts = opts or dist.ScatterOptions()
-        root, out = opts.rootRank, HostTensor(one(outputs), read=False)
-        ins = flats(one(inputs)) if self._place.rank == root else []
+        opts, tensor = options(dist.ScatterOptions, opts, timeout, rootRank=root), one(outputs)
+        root, out = member("scatter", opts.rootRank, self._place.size), HostTensor(tensor, read=False)
+        ins = flats(listed(inputs)) if self._place.rank == root else []
         parts = [f.values for f in ins]
         if self._place.rank == root:
             check("scatter", parts, out.values, root, self._place.size)
         schedule = copy.scatter(self._place, out.values, parts, root)
         return self._call(
             [ScheduledCollective(f"scatter({kind(out.values.dtype)}, of rank {root})", schedule, ins, [out])],
-            outputs,
+            [tensor],
             opts,
         )
 
@@ -228,13 +244,15 @@ class CopyCollectives(GroupCalls):
             [ScheduledCollective(f"all_to_all({kind(parts[0].dtype)})", schedule, reads, fills)], result, opts
         )
 
-    def barrier(self, opts: Any = None) -> CollectiveWork:
+    def barrier(self, opts: Any = None, *, timeout: Any = None) -> CollectiveWork:
         """Through once all ranks have come."""
+        opts = options(dist.BarrierOptions, opts, timeout)
         outs = list(torch.zeros(self._place.size, 1, dtype=torch.uint8).unbind())
         schedule = copy.all_gather(self._place, outs, torch.zeros(1, dtype=torch.uint8))
         return self._call([ScheduledCollective("barrier()", schedule, [], [])], [], opts)
 
 
+@never_compiled
 class ZmqGroup(ReduceCollectives, CopyCollectives):
     """A process group over endpoints.
 
@@ -255,12 +273,14 @@ class ZmqGroup(ReduceCollectives, CopyCollectives):
 
     def send(self, tensors: Parts, to: int, tag: int) -> CollectiveWork:
         """Send to rank ``to``; through once the tensor may be written to."""
-        return self._mail.send(one(tensors), to, tag, self._seconds(None))
+        to = member("send", to, self._place.size)
+        return self._shown("send", lambda: self._mail.send(one(tensors), to, tag, self._seconds(None)))
 
     def recv(self, tensors: Parts, source: int, tag: int) -> CollectiveWork:
         """The next message of rank ``source`` with this tag."""
-        return self._mail.recv(one(tensors), source, tag, self._seconds(None))
+        source = member("recv", source, self._place.size)
+        return self._shown("recv", lambda: self._mail.recv(one(tensors), source, tag, self._seconds(None)))
 
     def recv_anysource(self, tensors: Parts, tag: int) -> CollectiveWork:
         """The next message with this tag, of any rank."""
-        return self._mail.recv(one(tensors), None, tag, self._seconds(None))
+        return self._shown("recv_anysource", lambda: self._mail.recv(one(tensors), None, tag, self._seconds(None)))

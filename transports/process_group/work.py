@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import threading
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from commlib.runtime.autograd import untraced
 
 from .host_tensors import Staged
 
@@ -43,13 +46,18 @@ class CollectiveWork(dist.Work):
 
     def end(self, error: BaseException | None = None) -> None:
         """Mark as through, or as failed; once, by whoever carries it out."""
+        if (tell := self.ended(error)) is not None:
+            tell()
+
+    def ended(self, error: BaseException | None = None) -> Callable[[], None] | None:
+        """As :meth:`end`, but for what others have put behind the future: returns what runs that, if there is one."""
         with self._lock:
             self._error = error
             self._ended.set()
             ending = self._ending
-        if ending is not None:
-            self._tell(ending)
+        return None if ending is None else functools.partial(self._tell, ending)
 
+    @untraced
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
         """True once it is through; raises what it failed with. No timeout: its call's own decides.
 

@@ -147,7 +147,7 @@ class ZeroMQ(Endpoint):
             self._configure(way, self._limits)
             if key is not None:
                 way.curve_server, way.curve_serverkey = False, check_public(key).encode()
-            self._watch.add(peer, way)
+            self._watch.add(peer, way, address)
             way.connect(f"tcp://{self._from}{address.removeprefix('tcp://')}")
         except BaseException as e:
             way.close(0)

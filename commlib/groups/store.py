@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
-from torch.distributed import distributed_c10d
+from torch.distributed import DistNetworkError, distributed_c10d
 
 from commlib.errors import StoreSilent
 
@@ -153,7 +153,10 @@ class _Calls:
         self._queue.put((call, future))
         done, _ = wait([future], answer_s)
         if done:
-            return future.result()
+            try:
+                return future.result()
+            except DistNetworkError as e:
+                raise StoreSilent(f"{_SILENT} any more: {_KEEPER} ({e})") from e
         with self._lock:
             self._given_up.append(future)
         raise StoreSilent(f"{_SILENT} within {answer_s:g} s: {_KEEPER}")

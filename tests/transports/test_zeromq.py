@@ -24,6 +24,9 @@ from commlib.transports.zeromq import ZeroMQ
 from tests.support.server_cluster import until
 from tests.support.thread_groups import Wire
 
+ENDLESS_S = 600.0
+"""A deadline that no test waits for: pytest's own is shorter."""
+
 MINE, YOURS, STRANGERS = (KeyPair.new() for _ in range(3))
 
 
@@ -287,8 +290,17 @@ def test_after_a_cut_of_an_idle_wire_all_goes_on_and_of_a_busy_one_nothing_is_lo
         assert came == list(range(4, 4 + len(came)))
 
 
-def test_a_peer_that_died_is_named_long_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zeromq_monitor, "GRACE_S", 1.0)
+@pytest.mark.parametrize(
+    ("through_a_wire", "why"),
+    [
+        (False, "nobody listens at its address any more"),  # its host says so
+        (True, "it has taken no new one for 2 s"),  # what is in between still takes connections
+    ],
+)
+def test_a_peer_that_died_is_named_long_before_the_deadline(
+    monkeypatch: pytest.MonkeyPatch, through_a_wire: bool, why: str
+) -> None:
+    monkeypatch.setattr(zeromq_monitor, "GRACE_S", 2.0 if through_a_wire else ENDLESS_S)
     script = (
         "import sys, commlib\n"
         "from commlib.transports.zeromq import ZeroMQ\n"
@@ -299,14 +311,17 @@ def test_a_peer_that_died_is_named_long_before_the_deadline(monkeypatch: pytest.
         "end.send(0, clock=1)\n"
         "end.recv(0)\n"
     )
-    with ZeroMQ(0, timeout=600) as a:  # longer than pytest waits
+    with contextlib.ExitStack() as stack, ZeroMQ(0, timeout=ENDLESS_S) as a:
         with subprocess.Popen([sys.executable, "-c", script, a.address], stdout=subprocess.PIPE, text=True) as other:
             assert other.stdout is not None
-            a.connect(1, other.stdout.readline().strip())
+            address = other.stdout.readline().strip()
+            if through_a_wire:
+                address = stack.enter_context(contextlib.closing(Wire(address))).address
+            a.connect(1, address)
             a.send(1)
             assert a.recv(1).clock == 1
             other.kill()
-        with pytest.raises(PeerLost, match="rank 1 is gone: its connection ended, and it has taken no new one for 1 s"):
+        with pytest.raises(PeerLost, match=f"rank 1 is gone: its connection ended, and {why}"):
             a.recv(1)
         with pytest.raises(PeerLost, match="rank 1 is gone"):
             a.send(1)

@@ -57,12 +57,13 @@ def restore(folder: str, keys: Collection[str], fingerprint: str) -> tuple[int, 
         SnapshotFailed: there is no such step.
         CheckpointMismatch: they are of another model or optimizer.
     """
-    lacking = f"{folder} has no snapshots"
+    lacking = torn = ""
     for step in sorted(numbers(folder), reverse=True):
         try:
             found = load(folder, at=step)
         except SnapshotFailed as e:
             _log.warning("step %d is passed over: %s", step, e)
+            torn = torn or str(e)
             continue
         marks = {about.get("fingerprint") for about in found.abouts.values()}
         if marks != {fingerprint}:
@@ -73,9 +74,8 @@ def restore(folder: str, keys: Collection[str], fingerprint: str) -> tuple[int, 
         lacking = f"of step {step}, {folder} lacks {missing[0]}" + (
             f" and {len(missing) - 1} more" * (len(missing) > 1)
         )
-    raise SnapshotFailed(
-        f"nothing to go on from: {lacking}; each shard's snapshots must be in the folder that all read"
-    )
+    why = lacking or torn or f"{folder} has no snapshots"
+    raise SnapshotFailed(f"nothing to go on from: {why}; each shard's snapshots must be in the folder that all read")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -185,3 +185,13 @@ def test_the_store_of_a_group_of_pytorchs_is_told_by_its_prefix() -> None:
         assert hasattr(store_of(dist.group.WORLD).underlying_store, "underlying_store")
     finally:
         dist.destroy_process_group()
+
+
+def test_a_store_whose_keeper_has_left_is_said_to_be_silent_and_not_a_network_error() -> None:
+    kept = c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = DeadlineStore(c10d.TCPStore("127.0.0.1", kept.port, is_master=False))
+    store.set("a", "1")
+    del kept
+    for call in (lambda: store.get("a"), lambda: store.add("n", 1), lambda: store.check(["a"])):
+        with pytest.raises(StoreSilent, match="does not answer any more: who keeps it"):
+            call()

@@ -31,6 +31,7 @@ from commlib.runtime.optimizers import BY_ELEMENT, Recipe
 from commlib.server.job.consistency import BSP
 from commlib.server.shard.chunk_state import ChunkState
 from commlib.server.storage.snapshot import SnapshotFailed, load, save
+from commlib.server.storage.snapshot_policy import restore
 from tests.support import forked_ranks
 from tests.support.tiers import examples
 
@@ -298,3 +299,13 @@ def kills(folder: Path) -> None:
 def test_of_a_writer_that_is_killed_at_any_moment_the_newest_is_whole(tmp_path: Path) -> None:
     with forked_ranks.context().Pool(1) as pool:
         pool.apply_async(kills, (tmp_path,)).get(240)
+
+
+def test_where_all_snapshots_are_damaged_nothing_says_that_there_are_none(tmp_path: Path) -> None:
+    for number in (1, 2):
+        path = save(tmp_path, "s0", number, ABOUT, {"c": state(number)})
+        path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(SnapshotFailed, match=r"nothing to go on from: no snapshot of shard 's0' in .* is whole"):
+        restore(str(tmp_path), ["c"], str(ABOUT["fingerprint"]))
+    with pytest.raises(SnapshotFailed, match=r"nothing to go on from: .* has no snapshots"):
+        restore(str(tmp_path / "empty"), ["c"], str(ABOUT["fingerprint"]))

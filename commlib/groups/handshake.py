@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from commlib.groups.world import World
 ROLL_CALL_S = 2.0
 """Seconds that a roll call takes at most, whether ranks are missing or the store does not answer."""
 
+_log = logging.getLogger("commlib")
 _FAILED = "failed"
 ATTACH = "attach"
 _DID = {ATTACH: "attached", "swap": "swapped to", "detach": "detached at"}
@@ -131,11 +133,15 @@ def roll_call(group: Any, key: str, world: World) -> str:
 def explained(group: Any, key: str, world: World, error: BaseException) -> str:
     """A backend's error and who is missing, in words that are left for the others too. Never raises.
 
+    The error is logged at once: torchrun ends the other ranks of its host as soon as one has died, in the middle of a
+    roll call.
+
     An error of the process group ``"zmq"`` says that already: it has called the roll of its own.
     """
     if isinstance(error, PeerLost) and error.roll_called:
         announce(group, key, f"rank {world.rank}: {error}")
         return str(error)
+    _log.warning("rank %d: %s; asking which ranks are still there", world.rank, error)
     return f"{error}; {roll_call(group, key, world)}"
 
 

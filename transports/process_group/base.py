@@ -160,7 +160,7 @@ class GroupCalls(GroupIdentity):
         staged = [s for p in parts for held in p.fills for s in held.staged]
         work = CollectiveWork(what, result, self._engine.help, staged)
         call = EngineCall(work, schedule(), done, self._seconds(opts))
-        if sum(tensor.nbytes for tensor in result) <= _SMALL:
+        if sum(t.numel() * t.element_size() for t in result) <= _SMALL:
             self._kept.append(work)
         waited_for = not getattr(opts, "asyncOp", True)
         return self._shown(kind, lambda: self._engine.submit(call, waited_for=waited_for))

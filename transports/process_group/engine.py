@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from commlib.transports.process_group.algorithms.steps import Free, Recv, Schedu
 from .collective_io import Going
 from .work import CollectiveWork
 
+_log = logging.getLogger("commlib")
 _LOOK_S = 0.25  # so long a call may lie there whose caller said that it would wait, and does not
 _SPARE = 2  # threads that serve and wait for calls; more of them end
 
@@ -207,6 +209,7 @@ class Engine:
         self._endpoint.abort(f"{error} ({where})")
         if not isinstance(error, CommlibError):
             return error
+        _log.warning("%s (%s); asking which ranks are still there", error, where)  # torchrun may end this one soon
         kind = type(error) if isinstance(error, (PeerLost, ProtocolError)) else CommlibError
         named = kind(f"{error} ({where}; {self._roll_call()})")
         if isinstance(named, PeerLost):

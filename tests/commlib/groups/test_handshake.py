@@ -91,11 +91,12 @@ def test_who_has_waited_before_anybody_called_has_not_answered_the_call(monkeypa
 
 @pytest.mark.parametrize("kind", [RuntimeError, PeerLost])
 def test_an_error_of_a_backend_is_told_with_who_is_missing(
-    kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(handshake, "ROLL_CALL_S", 0.1)
     group = in_one_process()
     said = explained(group, "k", World(0, 2), kind("timed out"))
+    assert caplog.messages == ["rank 0: timed out; asking which ranks are still there"]  # before, for torchrun's sake
     assert said == "timed out; rank 1 did not answer a roll call"
     assert answer_roll_call(group, "k", World(1, 2)) == "rank 1 did not answer a roll call"
 

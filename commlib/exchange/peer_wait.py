@@ -17,8 +17,8 @@ from commlib.groups.world import World
 class PeerWait:
     """Waits of one attached model: roll calls, and comparisons of steps, over each of its process groups.
 
-    Who waits in one group may be asked in another, so a wait answers in all of them. Steps are compared at the first
-    exchange; a step with nothing to compare, and no wait, asks nothing here.
+    Who waits in one group may be asked in another, so a wait answers in all of them. A step with nothing to compare, and
+    no wait, asks nothing here.
 
     Args:
         places: process group, prefix of its keys, and this rank in it; roll calls are at ``prefix/lost``.
@@ -34,7 +34,7 @@ class PeerWait:
         self._places = places
         self._checks = [StepCheck(g, key, w, deadline(g, device).total_seconds()) for g, key, w in places]
         self._doing = ""
-        self.number, self.why = 0, "has attached"
+        self.number, self.why = 0, ""  # whoever attaches has taken no step, like all others
         self.found: PlanMismatch | None = None
 
     def begin(self, mine: Mapping[str, str], doing: str) -> None:

@@ -2,7 +2,7 @@
 
 Each rank counts for itself. Two counts that differ would leave replicas that differ, without a word. A count is right
 as long as every rank takes every step; it goes wrong where one rank alone loads a state, has none to load, or discards
-a step. So a rank asks before its first exchange, and again before the next one whenever its count was changed.
+a step. So a rank whose count was changed asks before its next exchange.
 
 Order. A rank asks before it issues anything of that exchange, so the exchange cannot end on any other rank. Each of
 them comes to this exchange, too, and either asks by itself, or issues its part and waits: and while it waits it looks

@@ -171,9 +171,9 @@ class ShardedState:
         plan, store = self._plan, traffic.store
         count = from_state(state, plan, store, self.world, self._replicas, drop_residuals=drop_residuals)
         traffic.steps.resume(count)
-        traffic.peers.why = "has loaded a state"
         if not store.empty and not self._undo:
             self._follow()  # what is held back goes out, though everything goes as it is
+        traffic.peers.why = "has loaded a state" if self._undo else ""
 
     def discard_step(self) -> None:
         """Declares that the optimizer will not apply the step just exchanged: it leaves no trace in any residual.

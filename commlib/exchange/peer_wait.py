@@ -17,8 +17,8 @@ from commlib.groups.world import World
 class PeerWait:
     """Waits of one attached model: roll calls, and comparisons of steps, over each of its process groups.
 
-    Who waits in one group may be asked in another, so a wait answers in all of them. A step with nothing to compare, and
-    no wait, asks nothing here.
+    Who waits in one group may be asked in another, so a wait answers in all of them. A step that has nothing to compare
+    and does not wait asks nothing here.
 
     Args:
         places: process group, prefix of its keys, and this rank in it; roll calls are at ``prefix/lost``.

@@ -233,6 +233,7 @@ def half_of_them(world: World) -> list[str]:
     return words
 
 
+@pytest.mark.full
 def test_under_hsdp_the_ranks_that_share_no_group_with_the_one_that_differs_hear_of_it(fleet: Fleet) -> None:
     for words in fleet.run(4, half_of_them):
         assert words

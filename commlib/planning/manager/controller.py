@@ -155,7 +155,7 @@ class Controller:
         now = dataclasses.replace(self._now, said="", probe=False, skip=0, steps=_samples(f.span, 2.0, 10, 30))
         if f.link is not None:
             return self._probed(f, f.link)
-        earned = _PROBE_SHARE * f.steps * (f.span + f.rest) / self._probe_s
+        earned = _PROBE_SHARE * f.steps * (f.span + f.rest) / max(self._probe_s, 1e-9)
         self._credit = min(_RESERVE, self._credit + earned)
         ref = self._reference
         if ref is None:

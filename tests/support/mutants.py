@@ -298,8 +298,8 @@ MUTANTS: Sequence[Mutant] = (
     ),
     Mutant(
         "transports/process_group/engine.py",
-        "for each in (call, *left):",
-        "for each in (call, *left[1:]):",
+        "for each in (call, *left) if",
+        "for each in (call, *left[1:]) if",
         "off by one",
         "tests/transports/process_group/test_failures.py::test_all_calls_behind_one_that_failed_fail_for_its_reason_even_once_the_group_is_gone",
     ),

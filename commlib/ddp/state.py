@@ -22,7 +22,7 @@ from commlib.ddp.config import AttachConfig
 from commlib.ddp.hook_slot import HookSlot, give
 from commlib.ddp.observer import Buckets, Fence, PassiveObserver, visible
 from commlib.ddp.resources import Resources
-from commlib.errors import CommlibError, PeerLost, check_numbers
+from commlib.errors import PeerLost, check_numbers
 from commlib.exchange.factors.layers import FactorLayers
 from commlib.exchange.peer_wait import PeerWait
 from commlib.exchange.rate_limit import RateLimit, check_limit
@@ -144,7 +144,8 @@ class HookState:
         self._names = {id(p): n for n, p in trained_parameters(inside(module)).items()}
         where = self._group, self._key, self.world, setup.device, self._levels, self._about
         self._resources = Resources(*where, limit, self._servers, timeout)
-        self._peers = PeerWait([(self._group, self._key, self.world)], setup.device)
+        place = self._group, self._key, self.world
+        self._peers = PeerWait([place], setup.device, self._sequencer.give_up)
         self.besides: Mapping[str, str] = {}  # what must be the same on all ranks as they exchange, besides the count
         close_at_exit(self, self._resources.close)
         self._turn(setup, factors, self._key)
@@ -447,7 +448,8 @@ class HookState:
     def _exchanged(self, ended: float, buckets: Buckets) -> None:
         """That exchange is through."""
         self._monitor.waited_since(ended)
-        self._check_same()
+        if self._peers.found is not None:
+            self._peers.check()
         if self._factors is not None:
             self._factors.end_step()
         if self._manager is not None:
@@ -544,10 +546,7 @@ class HookState:
         """Before anything of an exchange is issued: if it may not be so, is every rank at this one?"""
         self._peers.number += 1
         if self._peers.why:
-            try:
-                self._peers.begin(*self._place())
-            except CommlibError as e:
-                raise self._sequencer.give_up(e) from None
+            self._peers.begin(*self._place())
 
     def _place(self) -> tuple[Mapping[str, str], str]:
         """Terms that must be the same on all ranks in this exchange, and its name in errors."""
@@ -564,18 +563,11 @@ class HookState:
             for future in futures:
                 wait(future, self._meanwhile)
         finally:
-            self._check_same()
-
-    def _check_same(self) -> None:
-        if self._peers.found is not None:
-            self._peers.tell()
-            raise self._sequencer.give_up(self._peers.found)
+            if self._peers.found is not None:
+                self._peers.check()
 
     def _meanwhile(self) -> None:
-        try:
-            self._peers.answer(*self._place())
-        except CommlibError as e:
-            raise self._sequencer.give_up(e) from None
+        self._peers.answer(*self._place())
 
     def _review(self) -> None:
         """Let routes change between two steps. (A rank that has joined comes here once it has issued its part.)"""

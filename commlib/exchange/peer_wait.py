@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from commlib.errors import PeerLost, PlanMismatch
+from commlib.errors import CommlibError, PeerLost, PlanMismatch
 from commlib.exchange.step_check import StepCheck
 from commlib.groups.handshake import announce, answer_roll_call
 from commlib.groups.process_groups import deadline
@@ -23,17 +25,23 @@ class PeerWait:
     Args:
         places: process group, prefix of its keys, and this rank in it; roll calls are at ``prefix/lost``.
         device: of the gradients.
+        give_up: called with every error before it is raised, so that nothing more is issued; returns it, or one that
+            came before.
 
     Attributes:
         number: of the exchange under way, from 1; to be counted by who begins one.
         why: what this rank has done since the last one, for which steps are to be compared; empty if nothing.
-        found: the error to be raised once the exchange is through: ranks are at different steps.
+        found: the error that :meth:`check` raises once the exchange is through: ranks are at different steps.
     """
 
-    def __init__(self, places: Sequence[tuple[Any, str, World]], device: torch.device) -> None:
-        self._places = places
+    def __init__(
+        self,
+        places: Sequence[tuple[Any, str, World]],
+        device: torch.device,
+        give_up: Callable[[BaseException], BaseException],
+    ) -> None:
+        self._places, self._give_up = places, give_up
         self._checks = [StepCheck(g, key, w, deadline(g, device).total_seconds()) for g, key, w in places]
-        self._doing = ""
         self.number, self.why = 0, ""  # whoever attaches has taken no step, like all others
         self.found: PlanMismatch | None = None
 
@@ -48,34 +56,44 @@ class PeerWait:
             PeerLost: a rank did not come, or has given up.
             StoreSilent: the store does not answer.
         """
-        self._doing, why, self.why = doing, self.why, ""
-        for check in self._checks:
-            check.begin(self.number, mine, doing, why, self._answer_roll_calls)
-            self.found = self.found or check.found
+        why, self.why = self.why, ""
+        meanwhile = functools.partial(self._answer_roll_calls, doing)
+        with self._giving_up():
+            for check in self._checks:
+                check.begin(self.number, mine, doing, why, meanwhile)
+                self.found = self.found or check.found
 
     def answer(self, mine: Mapping[str, str], doing: str) -> None:
-        """To be called every half second of a wait; arguments as :meth:`begin`.
+        """Answer other ranks; to be called every half second of a wait. Arguments as :meth:`begin`.
 
         Raises:
             PeerLost: another rank has given up.
             PlanMismatch: ranks are at different steps, and the exchange does not come through either.
         """
-        self._doing = doing
+        meanwhile = functools.partial(self._answer_roll_calls, doing)
+        with self._giving_up():
+            meanwhile()
+            for check in self._checks:
+                check.answer(self.number, mine, doing, meanwhile)
+                self.found = self.found or check.found
+
+    def check(self) -> None:
+        """Raises what was found; those who wait in another of these groups are told."""
+        if self.found is not None:
+            for group, key, world in self._places:
+                announce(group, f"{key}/lost", f"rank {world.rank}: {self.found}")
+            raise self._give_up(self.found)
+
+    @contextlib.contextmanager
+    def _giving_up(self) -> Iterator[None]:
         try:
-            self._answer_roll_calls()
-        except PeerLost as e:  # another rank may have said already what this one is about to say
-            raise (self.found or e) from None
-        for check in self._checks:
-            check.answer(self.number, mine, doing, self._answer_roll_calls)
-            self.found = self.found or check.found
+            yield
+        except CommlibError as e:
+            self.check()  # another rank may have said already what this one is about to say
+            raise self._give_up(e) from None
 
-    def tell(self) -> None:
-        """Tell those who wait in another of these groups what was found."""
-        for group, key, world in self._places:
-            announce(group, f"{key}/lost", f"rank {world.rank}: {self.found}")
-
-    def _answer_roll_calls(self) -> None:
+    def _answer_roll_calls(self, doing: str) -> None:
         for group, key, world in self._places:
             if found := answer_roll_call(group, f"{key}/lost", world):
                 me = f"rank {world.rank} of {world.size}"
-                raise PeerLost(f"{me} could not {self._doing}: another rank has given up; {found}")
+                raise PeerLost(f"{me} could not {doing}: another rank has given up; {found}")

@@ -32,7 +32,7 @@ from commlib.groups.store import store_of
 from commlib.groups.world import World
 from commlib.runtime.autograd import LOOK_S
 
-PATIENCE_S = 2.0
+PATIENCE_S = 5.0
 """Seconds that an exchange may take yet, when it is known that ranks differ."""
 
 _MEND = (
@@ -122,8 +122,10 @@ class StepCheck:
         """All have read the answers of a comparison when they have answered in a later one."""
         if number:
             with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can delete
-                place = f"{self._key}/steps/{number}"
-                store_of(self._group).delete_key(f"{place}/said/{self._world.rank}")
+                store, place = store_of(self._group), f"{self._key}/steps/{number}"
+                store.delete_key(f"{place}/said/{self._world.rank}")
+                if self._world.rank == 0:
+                    store.delete_key(f"{place}/asked")
 
     def _at(self, what: str) -> str:
         return f"{self._key}/steps/{self._number}/{what}"

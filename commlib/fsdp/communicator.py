@@ -81,7 +81,6 @@ class FsdpCommunicator:
         places = list(zip(groups, keys, worlds, strict=True))
         self._calls = [(g, f"{key}/lost", w) for g, key, w in places]
         self.device = units[0].inner.device
-        self.peers = PeerWait(places, self.device)
         self.store = MemoryStore()
         self.steps = StepCommit(self.store)
         names = [name for unit in units for name in unit.names]
@@ -98,6 +97,8 @@ class FsdpCommunicator:
         if replicas is not None:
             lanes = scopes({"dense", *(p.route.exchange for p in plan)}, None)
             self._between = self._sequenced(*self._calls[1], lanes)
+        both = self._between, self._sequencer
+        self.peers = PeerWait(places, self.device, lambda e: [s.give_up(e) for s in both][-1])
 
     def told(self, monitor: Monitor) -> None:
         """Tell this monitor of waits and of steps from now on; it is not kept alive."""
@@ -183,7 +184,7 @@ class FsdpCommunicator:
             with self._waiting():
                 work = call(looks)
                 if looks and work is not None:
-                    wait(_in_a_thread(work), self.meanwhile)
+                    wait(_future_of(work), self.meanwhile)
         except CommlibError:
             raise
         except RuntimeError as e:
@@ -214,10 +215,7 @@ class FsdpCommunicator:
         self.steps.begin(remembers=self._reducer.remembers)  # a pass before it that broke off is given up
         self.peers.number += 1
         if self.peers.why:
-            try:
-                self.peers.begin(*self._place())
-            except CommlibError as e:
-                raise self._give_up(e) from None
+            self.peers.begin(*self._place())
         self.store.rescale(self._scale.now())
         self._flags, self._pass = [], this
         if not at_end_of_backward(self._end):
@@ -241,9 +239,7 @@ class FsdpCommunicator:
         else:
             future = _done(self.device)
         self.steps.submitted(future, last=True)
-        if self.peers.found is not None:
-            self.peers.tell()
-            raise self._give_up(self.peers.found)
+        self.peers.check()
         if (monitor := self._monitor()) is not None:
             monitor.exchanged(self.steps.count, joined=False, meanwhile=self.meanwhile)
 
@@ -277,18 +273,11 @@ class FsdpCommunicator:
             PeerLost: another rank has given up.
             PlanMismatch: ranks are at different steps.
         """
-        try:
-            self.peers.answer(*self._place())
-        except CommlibError as e:
-            raise self._give_up(e) from None
+        self.peers.answer(*self._place())
 
     def _place(self) -> tuple[Mapping[str, str], str]:
         """Terms that must be the same on all ranks in this step, and its name in errors."""
         return {"step": str(self.steps.count)}, f"exchange gradients of step {self.steps.count}"
-
-    def _give_up(self, error: BaseException) -> BaseException:
-        self._between.give_up(error)
-        return self._sequencer.give_up(error)
 
     def _factor(self, factor: float | None, op: Any) -> float:
         if factor is None:
@@ -309,8 +298,11 @@ def _done(device: torch.device) -> torch.futures.Future[Tensor]:
     return future
 
 
-def _in_a_thread(work: Any) -> torch.futures.Future[Tensor]:
-    """A future of a work that has none: Gloo's reduce-scatter neither knows a deadline nor whether it is through."""
+def _future_of(work: Any) -> torch.futures.Future[Any]:
+    """Future of a work; Gloo's reduce-scatter has none, knows no deadline, nor whether it is through."""
+    with contextlib.suppress(RuntimeError):
+        found: torch.futures.Future[Any] = work.get_future()
+        return found
     future: torch.futures.Future[Any] = torch.futures.Future()
 
     def through() -> None:

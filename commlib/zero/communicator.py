@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from commlib.codecs.base import Memory, Seeds
 from commlib.codecs.memory_store import MemoryStore
-from commlib.errors import CommlibError
 from commlib.exchange.buffers import StepBuffers, rows
 from commlib.exchange.collectives import AllGather, Rounds
 from commlib.exchange.lanes import Siblings, lay, make_sequencer
@@ -93,7 +92,7 @@ class ZeroCommunicator:
         self._under_way: list[torch.futures.Future[Tensor]] = []
         lanes: list[tuple[Any, ...]] = [("world",)]
         self._sequencer = make_sequencer(group, f"{key}/lost", world, device)
-        self.peers = PeerWait([(group, key, world)], device)
+        self.peers = PeerWait([(group, key, world)], device, self._sequencer.give_up)
         lay(self._sequencer, lanes, group, Siblings(group, device), Throttle(None, 0))
         close_at_exit(self, self._sequencer.close)
 
@@ -114,10 +113,7 @@ class ZeroCommunicator:
         if bucket == 0:
             self.peers.number, self._step = self.peers.number + 1, step
             if self.peers.why:
-                try:
-                    self.peers.begin(*self._place())
-                except CommlibError as e:
-                    raise self._sequencer.give_up(e) from None
+                self.peers.begin(*self._place())
         items = [self._item(cut, found[cut.spec.name], step) for cut in self._buckets[bucket]]
         self._go(f"gradients of bucket {bucket} of step {step}", to_owners(items, self._world, means), means[0])
 
@@ -150,9 +146,7 @@ class ZeroCommunicator:
             for future in under_way:
                 wait(future, self._meanwhile)
         finally:
-            if self.peers.found is not None:
-                self.peers.tell()
-                raise self._sequencer.give_up(self.peers.found)
+            self.peers.check()
 
     def close(self) -> None:
         """Ends the thread."""
@@ -173,10 +167,7 @@ class ZeroCommunicator:
         )
 
     def _meanwhile(self) -> None:
-        try:
-            self.peers.answer(*self._place())
-        except CommlibError as e:
-            raise self._sequencer.give_up(e) from None
+        self.peers.answer(*self._place())
 
     def _place(self) -> tuple[Mapping[str, str], str]:
         """Terms that must be the same on all ranks in this step, and its name in errors."""

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from commlib.messaging.link_model import AlphaBeta
 from commlib.runtime.autograd import untraced
@@ -26,7 +27,7 @@ from .host_tensors import HostTensors
 from .work import CollectiveWork
 
 _ProcessGroup: Any = dist.ProcessGroup  # its calls have two forms each
-_KEPT, _SMALL = 256, 4096  # works, and bytes of their results
+_KEPT, _SMALL = 256, 4096  # works, and bytes of each result
 C = TypeVar("C", bound=type)
 
 
@@ -160,9 +161,9 @@ class GroupCalls(GroupIdentity):
         staged = [s for p in parts for held in p.fills for s in held.staged]
         work = CollectiveWork(what, result, self._engine.help, staged)
         call = EngineCall(work, schedule(), done, self._seconds(opts))
-        if sum(t.numel() * t.element_size() for t in result) <= _SMALL:
-            self._kept.append(work)
         waited_for = not getattr(opts, "asyncOp", True)
+        if not waited_for and all(map(_small, result)):
+            self._kept.append(work)
         return self._shown(kind, lambda: self._engine.submit(call, waited_for=waited_for))
 
     def _shown(self, name: str, begin: Callable[[], CollectiveWork]) -> CollectiveWork:
@@ -178,3 +179,8 @@ class GroupCalls(GroupIdentity):
         given: datetime.timedelta | None = getattr(opts, "timeout", None)
         own = given if given is not None and given.total_seconds() > 0 else self.options._timeout
         return float(own.total_seconds())
+
+
+def _small(result: Tensor) -> bool:
+    """Whether a result keeps little alive: its storage, and no graph."""
+    return result.grad_fn is None and not result.is_sparse and result.untyped_storage().nbytes() <= _SMALL

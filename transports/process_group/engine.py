@@ -147,6 +147,7 @@ class Engine:
                     return
                 call = self._begin()
             self._carry_out(call)
+            del call  # or it would keep what that filled until the next one comes
             with self._lock:
                 if self._idle >= _SPARE:
                     return

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import datetime
 import functools
+import gc
 import random
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -146,11 +148,9 @@ def test_a_compiled_model_has_the_gradients_of_the_eager_one(fleet: Fleet) -> No
 
 
 def said_of(call: Any) -> str:
-    began = time.monotonic()
     try:
         call()
     except ValueError as e:
-        assert time.monotonic() - began < DEADLINE_S
         return str(e)
     return "no error"
 
@@ -211,6 +211,32 @@ def test_the_short_forms_of_calls_do_what_the_long_ones_do() -> None:
     both = [1.0, 5.0, 2.0, 4.0]
     assert first == [most_of, most_of, sums, of_1, of_1, most_of, both, [0.0] * 4, [1.0, 5.0], most_of, [1.0, 5.0]]
     assert second == [most_of, most_of, sums, of_1, of_1, of_1, both, both, [2.0, 6.0], [3.0, 6.0], of_1]
+
+
+def test_what_is_kept_of_a_call_keeps_no_graph_and_no_large_storage_alive() -> None:
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, alive: Any) -> Tensor:
+            ctx.alive = alive
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            return grads[0], None
+
+    def call(group: ZmqGroup) -> bool:
+        alive = torch.nn.Module()
+        gone = weakref.ref(alive)
+        loss = Noted.apply(torch.ones(1, requires_grad=True), alive)
+        group.allreduce([loss]).get_future().wait()
+        group.allreduce([torch.ones(1 << 20)[:4]]).wait()
+        kept = [result for work in group._kept for result in work.result()]
+        del alive, loss
+        gc.collect()
+        return gone() is None and not any(result.untyped_storage().nbytes() > 4096 for result in kept)
+
+    with groups(2) as ranks:
+        assert each(ranks, call) == [True, True]
 
 
 def profiled(world: World) -> list[tuple[str, int]]:

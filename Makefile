@@ -11,7 +11,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all gpu test-steady test-torch test-mutants chaos fuzz lint docs bench wheel-test test-torch27 spark clean types
+.PHONY: help demo test test-all gpu test-steady test-torch test-mutants simulate chaos fuzz lint docs bench wheel-test test-torch27 spark clean types
 
 # Where Python may keep no bytecode every process compiles commlib anew: half of what it takes to import it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -44,6 +44,9 @@ test-torch: $(READY)  ## PyTorch's own tests of DDP, with every model attached, 
 
 test-mutants: $(READY)  ## put faults into the core one by one, and see that the fast tier finds each; ARGS="FILE …"
 	$(BIN)/python -m tests.support.mutants $(ARGS)
+
+simulate: $(READY)  ## simulated histories of whole jobs, with faults; ARGS="--seed N --histories N --minutes M"
+	$(BIN)/python -m tests.support.simulation $(ARGS)
 
 chaos: $(READY)  ## 100 trainings whose processes are killed at random moments; ARGS="--runs N --seed S"
 	$(BIN)/python -m commlib.bench.chaos --runs 100 $(ARGS)

@@ -16,6 +16,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable, Collection, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -65,6 +66,37 @@ def worker(
 ) -> None:
     """A worker's process: tells what it has pushed and seen, and in the end its values."""
     _log(quiet)
+    count(address, place, rank, workers, shards, spec, seed, pipe.send)
+
+
+def count(
+    address: str,
+    place: int,
+    rank: int | None,
+    workers: int,
+    shards: int,
+    spec: str,
+    seed: int,
+    tell: Callable[[tuple[str, Any]], None],
+    *,
+    steps: int = STEPS,
+    pace_s: float = 0.08,
+    endpoint: str = "zmq",
+) -> None:
+    """Train as one worker.
+
+    Args:
+        address: where members meet.
+        place: this worker's own, of the places that are counted at.
+        rank: of one that is there from the start; None: it comes late.
+        workers, shards: that begin.
+        spec: rule of consistency.
+        seed: of its pauses.
+        tell: is told what it has pushed and seen, and in the end its values.
+        steps: that it takes.
+        pace_s: seconds of a pause between two steps, at most.
+        endpoint: how members are reached.
+    """
     draw, model = random.Random(seed), Counter()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     server = commlib.ParameterServer(
@@ -81,17 +113,18 @@ def worker(
         patience=2.0,
         nbytes=1024,
         timeout=DEADLINE,
+        endpoint=endpoint,
     )
     with server:
-        for step in range(STEPS):
+        for step in range(steps):
             optimizer.zero_grad()
             loss = model(place, step)  # what was pushed before is in what is read: nobody may lose it now
-            pipe.send(("seen", step))
+            tell(("seen", step))
             loss.backward()
             server.step()
-            pipe.send(("pushed", step + 1))
-            time.sleep(draw.random() * 0.08)
-    pipe.send(("values", [row.tolist() for row in model.rows]))
+            tell(("pushed", step + 1))
+            time.sleep(draw.random() * pace_s)
+    tell(("values", [row.tolist() for row in model.rows]))
 
 
 @dataclasses.dataclass
@@ -113,6 +146,36 @@ class WorkerReport:
             while pipe.poll():
                 what, value = pipe.recv()
                 setattr(self, what, value)
+
+
+def check(reports: Mapping[int, WorkerReport], killed: Collection[int], size: int, steps: int, told: str) -> None:
+    """Hold what workers ended with against what they did.
+
+    Args:
+        reports: place of each worker → its own.
+        killed: places of those that were.
+        size: how many began; the others came late.
+        steps: that each takes.
+        told: what happened, for the error.
+
+    Raises:
+        AssertionError: a push is lost, or in twice; or a survivor did not end well.
+    """
+    survivors = {place: seen for place, seen in reports.items() if place not in killed}
+    assert all(s.values is not None for s in survivors.values()), f"a survivor did not end well: {told}"
+    # Who came late does its steps later: others have left before, without what it did then.
+    final = min((s.values for s in survivors.values() if s.values is not None), key=lambda rows: sum(rows[0]))
+    for place, seen in survivors.items():
+        if len(reports) > size:
+            break
+        assert seen.values == final, f"worker {place} ended with other values: {told}"
+    for place, seen in reports.items():
+        for row in final:
+            count, total = -int(row[place]), -int(row[PLACES + place])
+            least, most = (steps, steps) if place in survivors else (seen.seen, seen.pushed + 1)
+            which = f"{count} pushes of worker {place} are in, {least} to {most} should be: {told}"
+            assert least <= count <= most, which
+            assert total == count * (count + 1) // 2, f"not the first {count} of worker {place}: {told}"
 
 
 class ChaosRun:
@@ -236,21 +299,7 @@ class ChaosRun:
         self._hear()
 
     def _check(self) -> None:
-        survivors = {place: seen for place, _, _, seen in self._workers if place not in self._killed}
-        assert all(s.values is not None for s in survivors.values()), f"a survivor did not end well: {self._told()}"
-        # Who came late does its steps later: others have left before, without what it did then.
-        final = min((s.values for s in survivors.values() if s.values is not None), key=lambda rows: sum(rows[0]))
-        for place, seen in survivors.items():
-            if len(self._workers) > self._size:
-                break
-            assert seen.values == final, f"worker {place} ended with other values: {self._told()}"
-        for place, _, _, seen in self._workers:
-            for row in final:
-                count, total = -int(row[place]), -int(row[PLACES + place])
-                least, most = (STEPS, STEPS) if place in survivors else (seen.seen, seen.pushed + 1)
-                told = f"{count} pushes of worker {place} are in, {least} to {most} should be: {self._told()}"
-                assert least <= count <= most, told
-                assert total == count * (count + 1) // 2, f"not the first {count} of worker {place}: {self._told()}"
+        check({place: seen for place, *_, seen in self._workers}, self._killed, self._size, STEPS, self._told())
 
     def _told(self) -> str:
         workers = [f"worker {p}: pushed {s.pushed}, seen {s.seen}" for p, _, _, s in self._workers]

@@ -151,5 +151,12 @@ def measure(store: DeadlineStore, key: str, world: World, endpoint: ZeroMQ, seco
         found = [statistics.median(pings), max(_BETA, (min(bulks) - min(pings)) / _BULK)]  # a line starts slowly
         if world.rank == 0:
             store.set(f"{key}/line", msgpack.packb(found))
-    store.wait([f"{key}/line"], datetime.timedelta(seconds=seconds))
+    try:
+        store.wait([f"{key}/line"], datetime.timedelta(seconds=seconds))
+    except StoreSilent:
+        raise
+    except RuntimeError as e:
+        raise PeerLost(
+            f"rank {world.rank} waited {seconds:g} s, and ranks 0 and 1 of {world.size} have not measured their line"
+        ) from e
     return AlphaBeta(*msgpack.unpackb(store.get(f"{key}/line")))

@@ -24,6 +24,7 @@ _log = logging.getLogger("commlib")
 _LOOKS = 16  # in the time that a member may be silent
 _SLOWEST_S = 0.25
 _TOLD_EVERY = 4  # looks
+_MISSED = 4  # intervals without a look, and whoever should have looked was away
 
 
 class Membership:
@@ -162,12 +163,11 @@ class Membership:
     def _silent(self, ids: Iterable[int], words: dict[int, str]) -> dict[int, float]:
         """Members that have been silent for too long → seconds."""
         now = time.monotonic()
-        away, self._looked = now - self._looked > 4 * self._interval, now
+        away, self._looked = max(0.0, now - self._looked - _MISSED * self._interval), now
         silent = {}
         for i in ids:
             pulse = self._pulses.setdefault(i, FailureDetector(now, self._job.patience))
-            if away:
-                pulse.excuse(now)
+            pulse.excuse(min(away, pulse.silent(now)))
             pulse.hear(now, words[i])
             if pulse.late(now) and i != self._me.id:
                 silent[i] = pulse.silent(now)

@@ -40,8 +40,22 @@ def test_the_same_word_again_is_no_sign_of_life() -> None:
 
 def test_what_a_listener_missed_while_it_was_away_is_not_held_against_anybody() -> None:
     pulse, now = beaten([0.25] * 10)
-    pulse.excuse(now + 60.0)
+    pulse.excuse(60.0)
     assert not pulse.late(now + 61.0)
+
+
+@given(st.floats(0.5, 60.0), st.floats(0.1, 0.5))
+def test_one_that_is_dead_is_given_up_however_long_its_listener_was_away_before_each_look(
+    apart: float, counted: float
+) -> None:
+    pulse, now = beaten([0.25] * 10)
+    looks = 0
+    while not pulse.late(now):
+        now += apart
+        pulse.excuse(min(apart - counted, pulse.silent(now)))
+        pulse.hear(now, "9")
+        looks += 1
+    assert looks * counted <= 10 * pulse.deadline
 
 
 @given(st.lists(st.floats(0.001, 30.0), min_size=2, max_size=50), st.floats(0.1, 20.0))

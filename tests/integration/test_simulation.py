@@ -1,0 +1,119 @@
+"""Simulated histories of whole jobs: whatever befalls them, they end right or by a named error, in time."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from commlib.exchange.step_check import StepCheck
+from commlib.groups.store import DeadlineStore
+from commlib.groups.world import World
+from commlib.server.job.version_ledger import VersionLedger
+from commlib.server.membership.failure_detector import FailureDetector
+from commlib.transports.process_group.collective_io import Going
+from commlib.transports.process_group.engine import Engine
+from tests.support.rank_pool import Fleet
+from tests.support.simulation import histories
+from tests.support.simulation.__main__ import on_one_core, several
+from tests.support.tiers import full
+
+_Fault = tuple[type, str, Callable[..., Any]]
+
+
+def _histories(world: World, kind: str, count: int) -> list[str]:
+    with on_one_core(world.rank):
+        return several(list(range(world.rank, count, world.size)), kind, False, float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"), [("collectives", 60), ("training", 40), *full(("server", 20), ("training", 200))]
+)
+def test_they_end_right_or_by_a_named_error_in_time(fleet: Fleet, kind: str, count: int) -> None:
+    assert fleet.run(1, _histories, kind, count) == [[]]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_ten_thousand_new_ones_end_right_or_by_a_named_error_in_time() -> None:
+    seed = time.time_ns() // 1_000_000_000 * 10_000
+    command = [sys.executable, "-m", "tests.support.simulation", "--seed", str(seed), "--histories", "10000"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "10000 histories" in done.stdout
+
+
+def _twice(world: World, kind: str, seeds: range) -> list[bool]:
+    with on_one_core(world.rank):
+        return [histories.run(seed, kind).lines == histories.run(seed, kind).lines for seed in seeds]
+
+
+@pytest.mark.parametrize("kind", ["collectives", "training", *full("server")])
+def test_a_history_follows_from_its_seed(fleet: Fleet, kind: str) -> None:
+    assert fleet.run(1, _twice, kind, range(3)) == [[True] * 3]
+
+
+def _without_deadline(self: DeadlineStore, call: Callable[[], Any]) -> Any:
+    return call()
+
+
+def _one_thread(self: Engine, another: Callable[[Engine], None] = Engine._another) -> None:
+    if not self._threads:
+        another(self)
+
+
+def _excused_altogether(self: FailureDetector, seconds: float) -> None:
+    if seconds > 0:
+        self._heard += 1e9
+
+
+def _before_it_has_left(self: Going) -> None:
+    self._left = []
+
+
+def _twice_in(
+    self: VersionLedger[Any], worker: int, stamp: int, value: Any, push: Callable[..., Any] = VersionLedger.push
+) -> Any:
+    applied = push(self, worker, stamp, value)
+    return applied * 2 if len(applied) == 1 else applied
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+FAULTS: dict[str, tuple[str, list[_Fault]]] = {
+    "a store that does not answer is waited for": ("training", [(DeadlineStore, "_ask", _without_deadline)]),
+    "ranks' steps are not compared": ("training", [(StepCheck, "begin", _nothing)]),
+    "a callback waits for a call that nobody takes": ("collectives", [(Engine, "_another", _one_thread)]),
+    "a buffer is written to before it has left": ("collectives", [(Going, "free", _before_it_has_left)]),
+    "a dead shard is excused by whoever is slow": ("server", [(FailureDetector, "excuse", _excused_altogether)]),
+    "a push is in twice": ("server", [(VersionLedger, "push", _twice_in)]),
+}
+"""What went wrong once, or may: kind of the histories that find it, and what puts it back."""
+
+
+def _first_wrong(world: World, fault: str, count: int) -> str:
+    kind, replaced = FAULTS[fault]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(on_one_core(world.rank))
+        for owner, name, wrong in replaced:
+            stack.enter_context(mock.patch.object(owner, name, wrong))
+        for seed in range(world.rank, count, world.size):
+            if found := several([seed], kind, False, float("inf")):
+                return found[0]
+    return ""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_that_is_put_back_is_found(fleet: Fleet, fault: str) -> None:
+    found = fleet.run(2, _first_wrong, fault, 400)
+    print("\n".join(found))
+    assert any("make simulate" in words for words in found)

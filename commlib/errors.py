@@ -42,10 +42,12 @@ class PeerLost(CommlibError):
     Attributes:
         rank: which, where it is one that is known to be gone.
         roll_called: whether its words say what a roll call has found.
+        cut_off: whether that rank may live, and a connection to it broke with messages under way.
     """
 
     rank: int | None = None
     roll_called: bool = False
+    cut_off: bool = False
 
 
 class StoreSilent(PeerLost):

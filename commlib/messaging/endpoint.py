@@ -16,16 +16,17 @@ import functools
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
 from commlib.errors import AuthenticationError, CommlibError, PeerLost
 from commlib.messaging import flow_control
 from commlib.messaging.frame import DEFAULT, Buffer, Frame, Limits
-from commlib.messaging.peers import Arrival, Gone, Peer, Peers
+from commlib.messaging.peers import CUT_OFF, Arrival, Gone, Peer, Peers
 from commlib.messaging.shared_reader import SharedReader
 
 E = TypeVar("E", bound="Endpoint")
+T = TypeVar("T")
 _FAREWELL_S = 0.25
 _ABORT_S = 2.0  # the most that telling why may take: nobody waits for an answer, and a busy machine is in time
 
@@ -131,7 +132,7 @@ class Endpoint(ABC):
         """
         to, cost = self._way(peer), flow_control.cost(fields.get("parts", ()))
         seconds = self._timeout if timeout is None else timeout
-        if self._turns.wait(functools.partial(self._admitted, to, cost), time.monotonic() + seconds) is None:
+        if self._wait(functools.partial(self._admitted, to, cost), seconds) is None:
             raise PeerLost(
                 f"rank {peer} has not taken what rank {self.rank} sent to {to.address} for {seconds:g} s: "
                 f"{to.credit.waiting} bytes are on their way, {self._window} may be; {to.news()}"
@@ -156,7 +157,7 @@ class Endpoint(ABC):
         """
         whose = self._known(peer)
         seconds = self._timeout if timeout is None else timeout
-        found = self._turns.wait(functools.partial(self._next, whose), time.monotonic() + seconds)
+        found = self._wait(functools.partial(self._next, whose), seconds)
         if found is None:
             who = "any rank" if whose is None else f"rank {peer}: {whose.news()}"
             raise PeerLost(f"rank {self.rank} waited {seconds:g} s, and nothing came from {who}")
@@ -182,7 +183,7 @@ class Endpoint(ABC):
                 to.check()
             return found or (True if any(to.credit.admits(cost) for to, cost in full.items()) else None)
 
-        found = self._turns.wait(ready, time.monotonic() + timeout)
+        found = self._wait(ready, timeout)
         if found is None:
             why = "; ".join(f"rank {p.rank} has not taken {p.credit.waiting} bytes, {p.news()}" for p in full)
             also = f"; nothing came from rank {of.rank}, {of.news()}" if of is not None else ""
@@ -239,6 +240,22 @@ class Endpoint(ABC):
         if to.address is None:
             raise ValueError(f"rank {self.rank} has no way to rank {peer}: connect({peer}, its address) first")
         return to
+
+    def _wait(self, ready: Callable[[], T | None], seconds: float) -> T | None:
+        try:
+            return self._turns.wait(ready, time.monotonic() + seconds)
+        finally:
+            if self._peers.cut_off:
+                self._tell_cut_off()
+
+    def _tell_cut_off(self) -> None:
+        """Tell peers whose messages were lost with a connection: they would wait for the answers."""
+        with self._turns.lock:
+            found, self._peers.cut_off = self._peers.cut_off, []
+        for peer, missed in found:
+            if peer.address is not None and not self._closed.is_set():
+                with contextlib.suppress(PeerLost, ValueError), peer.sending:
+                    self._put(peer.rank, peer.out.frame("error", note=missed, keys=CUT_OFF))
 
     def _send(self, to: Peer, cost: int, fields: Mapping[str, Any]) -> Sent:
         try:

@@ -3,6 +3,7 @@
 Connections are one-way: each side opens its own to the other, and says hello on it. What a stranger says is refused and
 logged, and disturbs nobody. A connection that takes the place of one that broke must have its session's mark, and go on
 with the very next frame: one that has come before is a replay, and refused.
+If some in between are missing, they were lost with the connection: nothing more comes of that peer, and both are told.
 
 All of a :class:`Peer` but its sending half is touched under one lock, the endpoint's.
 """
@@ -23,6 +24,8 @@ from commlib.messaging.frame import Buffer, Frame, Limits, decode
 from commlib.messaging.session import Incoming, Outgoing
 
 _log = logging.getLogger("commlib")
+CUT_OFF = ("cut off",)
+"""Keys of the error that tells a peer that its messages were lost."""
 _LOGGED = 20  # refusals that are logged one by one: a flood of strangers must not become a flood of lines
 
 
@@ -90,7 +93,7 @@ class Peer:
         """Raises PeerLost if nothing more can come of it."""
         if self.error is not None:
             lost = PeerLost(str(self.error))
-            lost.rank = self.rank
+            lost.rank, lost.cut_off = self.rank, getattr(self.error, "cut_off", False)
             raise lost from self.error
 
     def hear(self, buffers: Sequence[Buffer]) -> Frame | None:
@@ -106,9 +109,18 @@ class Peer:
         self._heard = time.monotonic()
         if frame.kind == "bye":
             self.error = PeerLost(f"rank {self.rank} has said goodbye")
+        elif frame.kind == "error" and frame.keys == CUT_OFF:
+            self.cut_off(frame.note)
         elif frame.kind == "error":
             self.error = PeerLost(f"rank {self.rank} gave up: {frame.note or 'it did not say why'}")
         return frame if frame.kind == "data" else None
+
+    def cut_off(self, missed: str) -> None:
+        """Note that messages between the two were lost, though it may live."""
+        if self.error is None:
+            lost = PeerLost(f"the connection of rank {self.rank} broke, and messages were lost with it: {missed}")
+            lost.cut_off = True
+            self.error = lost
 
     def _count(self, frame: Frame) -> None:
         try:
@@ -137,6 +149,8 @@ class Peers:
         self._by_connection: dict[Hashable, Peer] = {}
         self._came = 0
         self.refused = 0
+        self.cut_off: list[tuple[Peer, str]] = []
+        """Peers that are to be told that what they sent was lost, and what."""
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(list(self._by_rank.values()))
@@ -208,6 +222,9 @@ class Peers:
         elif arrival.identity != peer.identity:
             return f"{says}, whose key is another"
         elif not peer.incoming.awaits(frame):
+            if peer.error is None and (missed := peer.incoming.missed(frame)) is not None:
+                peer.cut_off(missed)
+                self.cut_off.append((peer, missed))
             return f"{says}, and does not go on where that rank was: frame {frame.number}"
         self._by_connection.pop(peer.connection, None)
         self._by_connection[arrival.connection], peer.connection = peer, arrival.connection

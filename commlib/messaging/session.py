@@ -77,6 +77,12 @@ class Incoming:
         """Whether this may well be the next one, over whatever connection it came."""
         return (frame.session, frame.number) == (self._session, self._order.count)
 
+    def missed(self, frame: Frame) -> str | None:
+        """In words, if a frame is this peer's, and some before it have not come: they never will."""
+        if frame.session != self._session or frame.number <= self._order.count:
+            return None
+        return self._order.wrong(frame)
+
     def take(self, buffers: Sequence[Buffer]) -> Frame:
         """The next frame.
 

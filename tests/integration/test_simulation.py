@@ -15,6 +15,7 @@ import pytest
 from commlib.exchange.step_check import StepCheck
 from commlib.groups.store import DeadlineStore
 from commlib.groups.world import World
+from commlib.messaging.session import Incoming
 from commlib.server.job.version_ledger import VersionLedger
 from commlib.server.membership.failure_detector import FailureDetector
 from commlib.transports.process_group.collective_io import Going
@@ -94,6 +95,7 @@ FAULTS: dict[str, tuple[str, list[_Fault]]] = {
     "a callback waits for a call that nobody takes": ("collectives", [(Engine, "_another", _one_thread)]),
     "a buffer is written to before it has left": ("collectives", [(Going, "free", _before_it_has_left)]),
     "a dead shard is excused by whoever is slow": ("server", [(FailureDetector, "excuse", _excused_altogether)]),
+    "what was lost with a connection is waited for": ("server", [(Incoming, "missed", _nothing)]),
     "a push is in twice": ("server", [(VersionLedger, "push", _twice_in)]),
 }
 """What went wrong once, or may: kind of the histories that find it, and what puts it back."""

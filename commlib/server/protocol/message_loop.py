@@ -60,6 +60,14 @@ class MessageLoop(abc.ABC):
         """Do what else there is, and send what there is room for: after each frame, and every :data:`SLICE_S`."""
 
     @abc.abstractmethod
+    def _cut_off(self, error: PeerLost) -> None:
+        """Messages between this one and ``error.rank`` were lost, and both live: nobody else sees that.
+
+        Raises:
+            CommlibError: this one has to end.
+        """
+
+    @abc.abstractmethod
     def _lost(self, error: CommlibError) -> None:
         """Note that the thread has ended by this error: nobody may wait for it any more."""
 
@@ -71,7 +79,9 @@ class MessageLoop(abc.ABC):
                     self.received += sum(len(part) for part in frame.parts)
                     self._take(frame)
                 except PeerLost as e:  # nothing came; or one is gone, and the members will see that
-                    if e.rank is not None:
+                    if e.cut_off:
+                        self._cut_off(e)
+                    elif e.rank is not None:
                         _log.debug("%s: %s", self._name, e)
                 self._turn()
         except CommlibError as e:

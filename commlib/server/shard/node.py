@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from commlib.errors import CommlibError, ProtocolError
+from commlib.errors import CommlibError, PeerLost, ProtocolError
 from commlib.messaging.endpoint import Endpoint
 from commlib.messaging.frame import Buffer, Frame
 from commlib.server.membership.registry import SHARD, WORKER, Epoch, ShardReport
@@ -120,6 +120,13 @@ class ShardNode(MessageLoop):
     def _lost(self, error: CommlibError) -> None:
         self._error = error
         _log.error("shard %s ends: %s", self._shard.name, error)
+
+    def _cut_off(self, error: PeerLost) -> None:
+        """Of two shards the later one ends, as if it were killed: others have copies of what it keeps. A worker ends
+        itself."""
+        if error.rank in self._ranks.values() and self._endpoint.rank > (error.rank or 0):
+            raise error
+        _log.warning("shard %s: %s", self._shard.name, error)
 
     def _take(self, frame: Frame) -> None:
         self._send(self._answers(frame.sender, frame.parts))

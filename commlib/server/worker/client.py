@@ -234,6 +234,9 @@ class ClientNode(MessageLoop):
     def _lost(self, error: CommlibError) -> None:
         self.fail(error)
 
+    def _cut_off(self, error: PeerLost) -> None:
+        raise error
+
     def _take(self, frame: Frame) -> None:
         for message in unpack(frame.parts):
             if isinstance(message, Complaint):

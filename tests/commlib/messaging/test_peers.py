@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from commlib.errors import PeerLost
 from commlib.messaging.frame import DEFAULT
-from commlib.messaging.peers import Arrival, Peers
+from commlib.messaging.peers import CUT_OFF, Arrival, Peers
 from commlib.messaging.session import Outgoing
 
 
@@ -48,7 +48,8 @@ def test_over_whatever_connections_a_conversation_goes_on(connections: list[int]
     [
         ("other", 7, 0, "whose key is another"),
         ("key", 8, 0, "does not go on where that rank was"),
-        ("key", 7, 1, "does not go on where that rank was"),
+        ("other", 7, 1, "whose key is another"),
+        ("key", 8, 1, "does not go on where that rank was"),
     ],
 )
 def test_a_new_connection_needs_key_mark_and_number(
@@ -63,6 +64,34 @@ def test_a_new_connection_needs_key_mark_and_number(
     assert here.refused == 1
     assert why in caplog.text
     assert here.next(here.of(1)) is None
+    assert here.cut_off == []
+
+
+def test_frames_that_were_lost_with_a_connection_are_told_at_once_and_are_to_be_told_to_their_sender() -> None:
+    here, (out, first) = peers(), hello()
+    here.deliver(Arrival("a", "key", first))
+    here.deliver(Arrival("a", "key", out.frame("data", clock=1)))
+    lost, came = out.frame("data", clock=2), out.frame("data", clock=3)
+    here.deliver(Arrival("b", "key", came))
+    here.deliver(Arrival("b", "key", out.frame("data", clock=4)))
+    peer = here.of(1)
+    assert here.next(peer)[1].clock == 1  # type: ignore[index]
+    with pytest.raises(PeerLost, match="rank 1 broke, and messages were lost with it: frame 3 without 2") as raised:
+        here.next(peer)
+    assert raised.value.cut_off
+    assert [(p.rank, missed) for p, missed in here.cut_off] == [(1, "frame 3 without 2")]
+    here.deliver(Arrival("a", "key", lost))  # too late
+    with pytest.raises(PeerLost):
+        here.next(peer)
+
+
+def test_whose_messages_were_lost_is_told_so_by_their_receiver() -> None:
+    here, (out, first) = peers(), hello()
+    here.deliver(Arrival("a", "key", first))
+    here.deliver(Arrival("a", "key", out.frame("error", note="frame 3 without 2", keys=CUT_OFF)))
+    with pytest.raises(PeerLost, match="rank 1 broke, and messages were lost with it: frame 3 without 2") as raised:
+        here.next(here.of(1))
+    assert raised.value.cut_off
 
 
 def test_of_any_peer_an_error_is_told_once_and_it_may_come_anew() -> None:

@@ -183,6 +183,7 @@ class Training(Job):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         if self.oddity == "late" and rank == self.odd:
             primitives.sleep(self.deadline_s / 2)
+            self.passes(rank)
         made: Any
         if self.rule == "local":
             made = commlib.LocalSteps(model, "diloco", "int8", tau=2, optimizer=optimizer, timeout=self.deadline_s)
@@ -216,8 +217,8 @@ class Server(Job):
     """A parameter server: three shards, which keep two copies of each key, and workers that count."""
 
     kind = "server"
-    steps = 30
-    _APART_S = 5.0  # between two accidents: in that time the copies that were lost are made good
+    steps = 25
+    _APART_S = 12.0  # between two accidents: in that time the copies that were lost are made good
 
     def draw(self) -> None:
         self.spec = self.random.choice(("ssp:3", "asp", "bsp"))
@@ -251,7 +252,7 @@ class Server(Job):
         self.reports[place] = report
         given = "meet:1", place, rank, self.size, 3, self.spec, self.random.getrandbits(30)
         tell: Callable[[tuple[str, Any]], None] = lambda said: setattr(report, *said)  # noqa: E731
-        run = functools.partial(chaos.count, *given, tell, steps=self.steps, pace_s=0.6, endpoint="simulated")
+        run = functools.partial(chaos.count, *given, tell, steps=self.steps, pace_s=1.8, endpoint="simulated")
         self.workers.append(self.world.start(f"worker{place}", run))
 
     def disturb(self, ranks: list[Process]) -> None:
@@ -284,7 +285,8 @@ class Server(Job):
             self.fault(0.0, draw.choice(some), draw.choice(some), what, draw.choice((0.05, 0.5, 1.0)))
 
     def check(self, results: list[Any]) -> None:
-        killed = {place for place, p in enumerate(self.workers) if p.killed}
+        cut_off = "and messages were lost with it"  # of a worker whose connection broke: it says so, and ends
+        killed = {place for place, p in enumerate(self.workers) if p.killed or cut_off in str(p.error)}
         errors = "; ".join(f"{p.name}: {type(p.error).__name__}: {p.error}" for p in self.workers if p.error)
         chaos.check(self.reports, killed, self.size, self.steps, f"{self}; {errors}; {self.reports}")
         if any(not p.over for p in self.shards if not p.stopped):

@@ -60,7 +60,7 @@ def run(seed: int, kind: str | None = None, *, faults: bool = True) -> History:
             if faults:
                 job.disturb(ranks)
             began = world.now
-            world.run(200.0 + 12 * job.deadline_s)
+            world.run(job.longest_s)
             history.seconds, history.switches, history.lines = world.now - began, world.switches, world.lines
             _judge(history, world, ranks)
         except (Violation, AssertionError) as e:

@@ -84,6 +84,11 @@ class Job:
         """The store, for the process whose thread asks."""
         return SimulatedStore(self.network, self.world.processes[0], self.values)
 
+    @property
+    def longest_s(self) -> float:
+        """Seconds after which who is still there hangs."""
+        return 200.0 + 12 * self.deadline_s
+
     def passes(self, rank: int) -> None:
         """A rank has come past something that it waits for."""
         self.came[rank] = self.world.now

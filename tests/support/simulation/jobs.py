@@ -228,6 +228,10 @@ class Server(Job):
         self.workers: list[Process] = []
         self.shards: list[Process] = []
 
+    @property
+    def longest_s(self) -> float:
+        return 2.5 * self.deadline_s
+
     def start(self) -> list[Process]:
         self.meeting = self.world.start("meet", self._meet)
         for _ in range(3):

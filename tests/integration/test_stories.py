@@ -27,8 +27,8 @@ pytestmark = pytest.mark.checkout
 
 DOCS = Path(__file__).parents[2] / "docs"
 STEPS = 4  # in the last one all that is made once is there
-OTHERS = "commlib-member"
-"""Thread of the heartbeats, which may come by meanwhile."""
+OTHERS = "commlib-member", "commlib-store"
+"""Threads of the heartbeats and of their calls of the store, which may come by meanwhile."""
 LATE = {"commlib/groups/handshake.py"}
 """Who has waited for a second looks whether another rank calls the roll."""
 

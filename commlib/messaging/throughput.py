@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from commlib.errors import PeerLost
+from commlib.groups.handshake import named
 from commlib.groups.world import World
 
 _PINGS = 50
@@ -74,13 +75,14 @@ def measure(
         raise ValueError(f"a stream lasts more than 0 seconds, got {seconds!r}")
     if world.size == 1:
         return None
-    store.set(f"{key}/address/{world.rank}", address)
+    addresses = [f"{key}/address/{r}" for r in range(world.size)]
+    store.set(addresses[world.rank], address)
     if world.rank == 0:
         outcome = _from(store, key, world.size, seconds, clock)
         store.set(f"{key}/outcome", json.dumps(outcome))
-    elif world.rank == int(_ask(store, f"{key}/peer", 0)):
+    elif world.rank == int(_ask(store, f"{key}/peer", 0, addresses)):
         _towards(store, key, world.rank, address, seconds, clock)
-    outcome = json.loads(_ask(store, f"{key}/outcome", 0))
+    outcome = json.loads(_ask(store, f"{key}/outcome", 0, addresses))
     if "error" in outcome:
         raise PeerLost(outcome["error"])
     return Stream(**outcome)
@@ -248,10 +250,13 @@ def _read(s: socket.socket, size: int) -> bytes:
     return data
 
 
-def _ask(store: Any, key: str, rank: int) -> str:
-    """Value that a rank has published, or will soon."""
+def _ask(store: Any, key: str, rank: int, addresses: Sequence[str] = ()) -> str:
+    """Value that a rank has published, or will soon: once all have told their addresses, if these are given."""
     try:
         store.wait([key], datetime.timedelta(seconds=_STORE_S))
         return str(store.get(key).decode())
     except RuntimeError as e:  # DistStoreError: the deadline, or the store is gone
-        raise PeerLost(f"rank {rank} said nothing for {_STORE_S:g} s while the line was measured") from e
+        missing = [rank]
+        with contextlib.suppress(RuntimeError):
+            missing = [r for r, at in enumerate(addresses) if not store.check([at])] or missing
+        raise PeerLost(f"{named(missing)} said nothing for {_STORE_S:g} s while the line was measured") from e

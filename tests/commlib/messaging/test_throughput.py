@@ -12,6 +12,7 @@ from torch._C import _distributed_c10d as c10d
 
 from commlib.errors import PeerLost
 from commlib.groups.world import World
+from commlib.messaging import throughput
 from commlib.messaging.throughput import Stream, choose_peer, measure, ping, receive_stream, send_stream, typical_rate
 
 
@@ -161,6 +162,14 @@ def test_addresses_may_be_of_ipv6() -> None:
     except OSError:
         pytest.skip("the loopback has no IPv6 address")
     assert isinstance(all_ranks(["::1", "::1"])[0], Stream)
+
+
+def test_a_rank_that_does_not_come_is_named_by_those_who_wait_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throughput, "_STORE_S", 0.3)
+    store = c10d.HashStore()
+    with pytest.raises(PeerLost, match=r"^rank 2 said nothing for 0\.3 s while the line was measured$"):
+        store.set("line/address/0", "127.0.0.1")
+        measure(store, "line", World(1, 3), "127.0.0.1")
 
 
 def test_one_rank_has_none() -> None:

@@ -167,8 +167,8 @@ def test_addresses_may_be_of_ipv6() -> None:
 def test_a_rank_that_does_not_come_is_named_by_those_who_wait_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throughput, "_STORE_S", 0.3)
     store = c10d.HashStore()
+    store.set("line/address/0", "127.0.0.1")
     with pytest.raises(PeerLost, match=r"^rank 2 said nothing for 0\.3 s while the line was measured$"):
-        store.set("line/address/0", "127.0.0.1")
         measure(store, "line", World(1, 3), "127.0.0.1")
 
 

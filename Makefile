@@ -51,7 +51,7 @@ simulate: $(READY)  ## simulated histories of whole jobs, with faults; ARGS="--s
 chaos: $(READY)  ## 100 trainings whose processes are killed at random moments; ARGS="--runs N --seed S"
 	$(BIN)/python -m commlib.bench.chaos --runs 100 $(ARGS)
 
-fuzz: $(READY)  ## a million damaged messages against the wire format; ARGS="--messages N --seed S"
+fuzz: $(READY)  ## a million damaged inputs for all that reads bytes from outside; ARGS="--messages N --seed S"
 	$(BIN)/python -m tests.support.fuzz $(ARGS)
 
 lint: $(READY) types  ## ruff check, ruff format --check, mypy --strict

@@ -148,7 +148,7 @@ def _read(path: Path) -> tuple[str, int]:
     """
     with path.open("rb") as file:  # what is looked at is what is read, whatever has the name meanwhile
         its = os.fstat(file.fileno())
-        data = file.read(_MOST + 1)
+        data = file.read(min(its.st_size, _MOST) + 1)
     for what, stats in ((path, its), (path.parent, path.parent.stat())):
         if stats.st_uid not in (0, os.geteuid()):
             raise AuthenticationError(f"{what} belongs to user {stats.st_uid}: whoever that is may change your keys")

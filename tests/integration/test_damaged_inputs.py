@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import random
 import time
-import tracemalloc
 
 import pytest
 
-from tests.support.fuzz import Reader, readers, survive
+from tests.support.fuzz import Reader, measured, readers, survive
 from tests.support.tiers import full
 
 NAMES = ["frame", "message", "values", "snapshot", "job", "plan", "key", "allowed", "codec", "route"]
@@ -16,11 +15,8 @@ NAMES = ["frame", "message", "values", "snapshot", "job", "plan", "key", "allowe
 
 def damage(reader: Reader, count: int, seed: int) -> int:
     rng = random.Random(seed)
-    tracemalloc.start()
-    try:
+    with measured():
         return sum(survive(reader, rng) for _ in range(count))
-    finally:
-        tracemalloc.stop()
 
 
 def test_all_readers_are_here() -> None:

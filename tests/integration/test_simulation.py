@@ -18,6 +18,7 @@ from commlib.groups.world import World
 from commlib.server.job.version_ledger import VersionLedger
 from commlib.server.membership.failure_detector import FailureDetector
 from commlib.transports.process_group.collective_io import Going
+from tests.docs.treated import recipe
 from tests.support.rank_pool import Fleet
 from tests.support.simulation import histories
 from tests.support.simulation.__main__ import on_one_core, several
@@ -42,7 +43,8 @@ def test_they_end_right_or_by_a_named_error_in_time(fleet: Fleet, kind: str, cou
 @pytest.mark.timeout(3600)
 def test_ten_thousand_new_ones_end_right_or_by_a_named_error_in_time() -> None:
     seed = time.time_ns() // 1_000_000_000 * 10_000
-    command = [sys.executable, "-m", "tests.support.simulation", "--seed", str(seed), "--histories", "10000"]
+    (words,) = recipe("make simulate")
+    command = [sys.executable, *words.split()[1:], "--seed", str(seed), "--histories", "10000"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "10000 histories" in done.stdout

@@ -122,8 +122,8 @@ class ShardNode(MessageLoop):
         _log.error("shard %s ends: %s", self._shard.name, error)
 
     def _cut_off(self, error: PeerLost) -> None:
-        """Of two shards the later one ends, as if it were killed: others have copies of what it keeps. A worker ends
-        itself."""
+        # Of two shards the later one ends, as if it were killed: others have copies of what it keeps. A worker ends by
+        # itself.
         if error.rank in self._ranks.values() and self._endpoint.rank > (error.rank or 0):
             raise error
         _log.warning("shard %s: %s", self._shard.name, error)

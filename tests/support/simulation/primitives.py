@@ -192,6 +192,10 @@ class Thread:
         self.daemon = daemon
         self._call = functools.partial(target, *args, **(kwargs or {})) if target is not None else None
         self._task: Task | None = None
+        self._number = world().new_number()
+
+    def __hash__(self) -> int:
+        return self._number  # by which a set has its order: an address would make another one in each run
 
     def run(self) -> None:
         if self._call is not None:

@@ -199,6 +199,10 @@ class World:
         who = process.name if process is not None else repr(self.current) if self.current is not None else "-"
         self.lines.append(f"{self.now - 1000.0:10.4f} {who}: {text}")
 
+    def new_number(self) -> int:
+        """Number that nothing else in this world has."""
+        return next(self._numbers)
+
     def waiting(self) -> dict[str, str]:
         """Where each thread of a process that lives is."""
         found = {}

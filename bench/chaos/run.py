@@ -53,23 +53,14 @@ def shard(address: str, quiet: bool) -> None:
         serve(address, timeout=DEADLINE)
 
 
-def worker(
-    address: str,
-    place: int,
-    rank: int | None,
-    workers: int,
-    shards: int,
-    spec: str,
-    seed: int,
-    pipe: Connection,
-    quiet: bool,
-) -> None:
-    """A worker's process: tells what it has pushed and seen, and in the end its values."""
+def worker(quiet: bool, pipe: Connection, *given: Any) -> None:
+    """A worker's process, which counts as it is given (:func:`count`)."""
     _log(quiet)
-    count(address, place, rank, workers, shards, spec, seed, pipe.send)
+    count(pipe.send, *given)
 
 
 def count(
+    tell: Callable[[tuple[str, Any]], None],
     address: str,
     place: int,
     rank: int | None,
@@ -77,7 +68,6 @@ def count(
     shards: int,
     spec: str,
     seed: int,
-    tell: Callable[[tuple[str, Any]], None],
     *,
     steps: int = STEPS,
     pace_s: float = 0.08,
@@ -86,13 +76,13 @@ def count(
     """Train as one worker.
 
     Args:
+        tell: is told what it has pushed and seen, and in the end its values.
         address: where members meet.
         place: this worker's own, of the places that are counted at.
         rank: of one that is there from the start; None: it comes late.
         workers, shards: that begin.
         spec: rule of consistency.
         seed: of its pauses.
-        tell: is told what it has pushed and seen, and in the end its values.
         steps: that it takes.
         pace_s: seconds of a pause between two steps, at most.
         endpoint: how members are reached.
@@ -222,18 +212,8 @@ class ChaosRun:
 
     def _start_worker(self, rank: int | None) -> None:
         place, (ours, theirs) = len(self._workers), self._context.Pipe()
-        args = (
-            self._address,
-            place,
-            rank,
-            self._size,
-            3,
-            self.spec,
-            self._draw.randrange(1 << 30),
-            theirs,
-            self._quiet,
-        )
-        process = self._context.Process(target=worker, args=args)
+        given = self._address, place, rank, self._size, 3, self.spec, self._draw.randrange(1 << 30)
+        process = self._context.Process(target=worker, args=(self._quiet, theirs, *given))
         process.start()
         theirs.close()
         self._workers.append((place, process, ours, WorkerReport()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
 import time
@@ -23,8 +22,6 @@ from tests.support.rank_pool import Fleet
 from tests.support.simulation import histories
 from tests.support.simulation.__main__ import on_one_core, several
 from tests.support.tiers import full
-
-_Fault = tuple[type, str, Callable[..., Any]]
 
 
 def _histories(world: World, kind: str, count: int) -> list[str]:
@@ -84,22 +81,19 @@ def _nothing(*_: object) -> None:
     pass
 
 
-FAULTS: dict[str, tuple[str, list[_Fault]]] = {
-    "a store that does not answer is waited for": ("training", [(DeadlineStore, "_ask", _without_deadline)]),
-    "ranks' steps are not compared": ("training", [(StepCheck, "begin", _nothing)]),
-    "a buffer is written to before it has left": ("collectives", [(Going, "free", _before_it_has_left)]),
-    "a dead shard is excused by whoever is slow": ("server", [(FailureDetector, "excuse", _excused_altogether)]),
-    "a push is in twice": ("server", [(VersionLedger, "push", _twice_in)]),
+FAULTS: dict[str, tuple[str, type, str, Callable[..., Any]]] = {
+    "a store that does not answer is waited for": ("training", DeadlineStore, "_ask", _without_deadline),
+    "ranks' steps are not compared": ("training", StepCheck, "begin", _nothing),
+    "a buffer is written to before it has left": ("collectives", Going, "free", _before_it_has_left),
+    "a dead shard is excused by whoever is slow": ("server", FailureDetector, "excuse", _excused_altogether),
+    "a push is in twice": ("server", VersionLedger, "push", _twice_in),
 }
 """What went wrong once, or may: kind of the histories that find it, and what puts it back."""
 
 
 def _first_wrong(world: World, fault: str, count: int) -> str:
-    kind, replaced = FAULTS[fault]
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(on_one_core(world.rank))
-        for owner, name, wrong in replaced:
-            stack.enter_context(mock.patch.object(owner, name, wrong))
+    kind, owner, name, wrong = FAULTS[fault]
+    with on_one_core(world.rank), mock.patch.object(owner, name, wrong):
         for seed in range(count):
             if found := several([seed], kind, False, float("inf")):
                 return found[0]

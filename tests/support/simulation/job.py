@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import random
 from typing import Any
@@ -10,8 +11,8 @@ from tests.support.simulation.network import Network, SimulatedStore
 from tests.support.simulation.world import Process, World
 
 
-class Job:
-    """One job: ranks that meet at a store, and train or exchange.
+class Job(abc.ABC):
+    """One job: processes that meet at a store, and train or exchange.
 
     Args:
         world: in which it runs.
@@ -35,16 +36,13 @@ class Job:
         self.came: dict[int, float] = {}
         self.draw()
 
+    @abc.abstractmethod
     def draw(self) -> None:
         """Choose what this job does."""
 
+    @abc.abstractmethod
     def start(self) -> list[Process]:
-        """Start its processes; returns its ranks."""
-        return [self.world.start(f"rank{r}", functools.partial(self.rank, r)) for r in range(self.size)]
-
-    def rank(self, rank: int) -> Any:
-        """What rank ``rank`` does."""
-        raise NotImplementedError
+        """Start its processes; returns its ranks, in order, if it has any."""
 
     def disturb(self, ranks: list[Process]) -> None:
         """Draw faults, and have them come."""
@@ -93,6 +91,7 @@ class Job:
         """A rank has come past something that it waits for."""
         self.came[rank] = self.world.now
 
+    @abc.abstractmethod
     def check(self, results: list[Any]) -> None:
         """Hold the results of ranks that came through against each other.
 
@@ -102,3 +101,14 @@ class Job:
 
     def __str__(self) -> str:
         return f"{self.kind}, {self.size} ranks, deadline {self.deadline_s:g} s"
+
+
+class RankJob(Job):
+    """Job of ranks that all do the same; what they return is compared."""
+
+    def start(self) -> list[Process]:
+        return [self.world.start(f"rank{r}", functools.partial(self.rank, r)) for r in range(self.size)]
+
+    @abc.abstractmethod
+    def rank(self, rank: int) -> Any:
+        """What a rank does."""

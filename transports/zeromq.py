@@ -92,7 +92,7 @@ class ZeroMQ(Endpoint):
         self._poller.register(self._inbox, zmq.POLLIN)
         self._door = _Door(self._context, guests) if keys else None
         self._ways: dict[int, zmq.Socket[bytes]] = {}
-        self._watch = Watch()
+        self._watch = Watch(self._peers.connection)
         self._configure(self._inbox, limits)
         self._host = f"[{host}]" if ":" in host else host
         self._from = f"{self._host}:0;" if hosts else ""
@@ -178,10 +178,11 @@ class ZeroMQ(Endpoint):
         more = bool(self._poller.poll(round(1000 * seconds)))
         while more and len(came) < _AT_ONCE:
             connection, *frames = self._inbox.recv_multipart(_LAST, copy=False)
+            self._watch.came(connection.bytes, connection)
             identity = str(connection.get("User-Id")) if self._keys is not None else None
             came.append(Arrival(connection.bytes, identity, [f.buffer for f in frames]))
             more = bool(self._events() & _COMES)
-        came += self._watch.look(idle=not came)
+        came += self._watch.look(idle=not came, drained=not more)
         return came
 
     def _events(self) -> int:

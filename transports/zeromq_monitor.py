@@ -1,15 +1,22 @@
-"""Notices peers that are gone: a connection that ended, and for seconds no new one in its place.
+"""Notices peers that are gone: a connection that ended, for seconds no new one in its place, and nothing more comes.
 
 ZeroMQ connects again by itself, and says nothing of it; who waits for a peer that died would wait until the deadline.
 Where nobody listens any more, which a host says at once if it is well, the peer has died or closed its endpoint. Where
 nothing is heard, a wire may have been cut, and may be mended.
+
+A host sends on what a process has left behind, over a slow link for long. So a peer is gone only once its own
+connection has ended too, or has been silent. A message of many bytes comes all at once: only the kernel knows that it
+is under way.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
+import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import zmq
@@ -22,12 +29,21 @@ GRACE_S = 5.0
 _EVERY_S = 0.5
 _KNOCKS_S, _KNOCK_S = 1.0, 0.2  # between two, and for one: a host that does not answer holds up who reads
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_FORGETS = 256  # connections of which some may have ended
+_TCP_INFO, _LAST_DATA_CAME, _INFO_BYTES = getattr(socket, "TCP_INFO", None), 52, 56  # linux/tcp.h: tcpi_last_data_recv
 
 
 class Watch:
-    """Watch over the sockets that send. :meth:`look` is for one thread at a time."""
+    """Watch over the sockets that send, and the connections of what comes. For one thread at a time, but for ``add``.
 
-    def __init__(self) -> None:
+    Args:
+        connection: over which a rank's frames come; None, if none have.
+    """
+
+    def __init__(self, connection: Callable[[int], Hashable]) -> None:
+        self._connection = connection
+        self._sources: dict[Hashable, tuple[int, int]] = {}  # what comes over a connection: (descriptor, inode)
+        self._most = _FORGETS
         self._monitors: dict[int, tuple[zmq.Socket[Any], zmq.Socket[Any]]] = {}  # (way, what it tells)
         self._addresses: dict[int, str] = {}
         self._ended: dict[int, float] = {}
@@ -41,11 +57,24 @@ class Watch:
             self._end(*old)
         self._monitors[peer] = way, way.get_monitor_socket(_EVENTS)
 
-    def look(self, *, idle: bool) -> Iterable[Gone]:
+    def came(self, connection: Hashable, frame: zmq.Frame) -> None:
+        """Note where a connection's frames come from, at each."""
+        if connection in self._sources:
+            return
+        if len(self._sources) >= self._most:  # strangers come and go
+            self._sources = {c: (d, inode) for c, (d, inode) in self._sources.items() if _inode(d) == inode}
+            self._most = max(_FORGETS, 2 * len(self._sources))
+        descriptor = int(frame.get(zmq.SRCFD))
+        inode = _inode(descriptor)
+        if inode is not None:
+            self._sources[connection] = descriptor, inode
+
+    def look(self, *, idle: bool, drained: bool) -> Iterable[Gone]:
         """Peers that are gone since the last look, each once.
 
         Args:
             idle: nothing else came; so there is time to look. Otherwise every half a second is enough.
+            drained: nothing that has come is still to be read; without, what a peer said last may be.
         """
         now = time.monotonic()
         if not idle and now - self._looked < _EVERY_S:
@@ -58,7 +87,9 @@ class Watch:
                 else:
                     self._ended.pop(peer, None)
         gone, knocks = [], now - self._knocked > _KNOCKS_S
-        for peer, since in self._ended.items():
+        for peer, since in self._ended.items() if drained else ():
+            if self._silent_s(peer) < GRACE_S:
+                continue
             if now - since > GRACE_S:
                 gone.append(Gone(peer, f"its connection ended, and it has taken no new one for {GRACE_S:g} s"))
             elif knocks and now - since > _EVERY_S:
@@ -75,10 +106,28 @@ class Watch:
         for way, monitor in self._monitors.values():
             self._end(way, monitor)
 
+    def _silent_s(self, peer: int) -> float:
+        """Seconds since a byte came of a peer, as the kernel counts them; without end if its connection has ended."""
+        descriptor, inode = self._sources.get(self._connection(peer), (-1, None))
+        if _TCP_INFO is None or inode is None or _inode(descriptor) != inode:
+            return float("inf")
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            found = connection.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _INFO_BYTES)
+            return float(struct.unpack_from("@I", found, _LAST_DATA_CAME)[0]) / 1e3
+        return float("inf")
+
     def _end(self, way: zmq.Socket[Any], monitor: zmq.Socket[Any]) -> None:
         if not way.closed:
             way.disable_monitor()  # first: nobody reads any more what it would tell
         monitor.close(0)
+
+
+def _inode(descriptor: int) -> int | None:
+    """Number of what is open there, which a later one at this descriptor does not have."""
+    try:
+        return os.fstat(descriptor).st_ino
+    except OSError:
+        return None
 
 
 def _nobody_listens(address: str) -> bool:

@@ -161,6 +161,11 @@ class Peers:
             self._by_rank[rank] = Peer(rank, self._me, self._limits, self._window)
         return self._by_rank[rank]
 
+    def connection(self, rank: int) -> Hashable:
+        """Connection over which frames of this rank come; None, if none have."""
+        peer = self._by_rank.get(rank)
+        return None if peer is None else peer.connection
+
     def forget(self, peer: Peer) -> None:
         """Forget a peer, which may come anew."""
         del self._by_rank[peer.rank]

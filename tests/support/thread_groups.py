@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import socket
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,9 +26,14 @@ T = TypeVar("T")
 
 
 class Wire:
-    """Between whoever connects and an address."""
+    """Between whoever connects and an address.
 
-    def __init__(self, address: str) -> None:
+    Args:
+        piece_s: seconds that each 64 KiB take.
+    """
+
+    def __init__(self, address: str, piece_s: float = 0.0) -> None:
+        self._piece_s = piece_s
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         self._to = host, int(port)
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -52,6 +58,7 @@ class Wire:
     def _pump(self, one: socket.socket, other: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := one.recv(1 << 16):
+                time.sleep(self._piece_s)
                 other.sendall(data)
         self._end(one, other)
 

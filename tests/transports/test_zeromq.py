@@ -325,3 +325,28 @@ def test_a_peer_that_died_is_named_long_before_the_deadline(
             a.recv(1)
         with pytest.raises(PeerLost, match="rank 1 is gone"):
             a.send(1)
+
+
+def test_what_a_peer_sent_before_it_ended_arrives_however_long_that_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for pause in ("_EVERY_S", "_KNOCKS_S"):  # it looks often
+        monkeypatch.setattr(zeromq_monitor, pause, 0.05)
+    script = (
+        "import sys\n"
+        "from commlib.messaging import endpoint\n"
+        "from commlib.transports.zeromq import ZeroMQ\n"
+        "endpoint._FAREWELL_S = 0.0\n"
+        "with ZeroMQ(1) as end:\n"
+        "    end.connect(0, sys.argv[1])\n"
+        "    print(end.address, flush=True)\n"
+        "    end.recv(0)\n"
+        "    end.send(0, clock=1, parts=(bytes(1 << 20),))\n"
+    )
+    with ZeroMQ(0, timeout=ENDLESS_S) as a, contextlib.closing(Wire(a.address, piece_s=0.06)) as slow:
+        with subprocess.Popen([sys.executable, "-c", script, slow.address], stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdout is not None
+            a.connect(1, other.stdout.readline().strip())
+            a.send(1)
+            other.wait()
+        assert a.recv(1).clock == 1
+        with pytest.raises(PeerLost, match="rank 1 has said goodbye"):
+            a.recv(1)

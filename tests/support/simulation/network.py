@@ -249,7 +249,7 @@ class SimulatedEndpoint(Endpoint):
             way.leaving.clear()
         for way in self._network.ways:
             if way.address == self._address:
-                way.ended()
+                way.ended(self)
 
 
 class Way:
@@ -281,8 +281,8 @@ class Way:
         """What is under way is lost."""
         self._connection = self._network.new_port()
 
-    def ended(self) -> None:
-        """Nobody listens at the address any more: the endpoint sees that after a while."""
+    def ended(self, other: SimulatedEndpoint) -> None:
+        """Nobody listens at the address any more: the owner sees that after a while, behind what the other sent."""
         world = self._network.world
         if not self._told:
             self._told = True
@@ -292,7 +292,8 @@ class Way:
             def notice() -> None:
                 world.after(seconds, lambda: self._owner.inbox.put(gone))
 
-            self._network.carry(self.target, self.source, self._connection, 0, notice)
+            back = next((w for w in other._ways.values() if w.address == self._owner.address), self)
+            self._network.carry(self.target, self.source, back._connection, 0, notice)
 
     def _next(self) -> None:
         """The first message of the queue leaves as soon as the link takes it."""

@@ -66,9 +66,11 @@ def following(
         having = [s for s in (wanted[0], *wanted, *old.places[key]) if s in living and key in whole.get(s, ())]
         if not having:
             gone = ", ".join(s for s in old.places[key] if s not in living)
-            raise PeerLost(
-                f"{key} was kept by {gone or 'nobody'}, and is lost: more copies, or --restore of a snapshot"
-            )
+            if not gone:
+                raise PeerLost(
+                    f"{key} was not given the values to begin with, which is the first worker's part: restart"
+                )
+            raise PeerLost(f"{key} was kept by {gone}, and is lost: more copies, or --restore of a snapshot")
         owner = having[0]
         places[key] = (owner, *[s for s in wanted if s != owner][: copies if owner != wanted[0] else copies - 1])
     here = {worker: old.workers.get(worker, max(clock, *old.workers.values(), 0)) for worker in sorted(workers)}

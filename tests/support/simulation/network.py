@@ -111,7 +111,9 @@ class SimulatedStore(_Store):  # type: ignore[misc]
         return found
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return [self.get(k) for k in keys]
+        self.wait(keys, datetime.timedelta(seconds=300))
+        found: list[bytes] = self._ask(lambda: [self._values[k] for k in keys])
+        return found
 
     def add(self, key: str, amount: int) -> int:
         def change() -> int:

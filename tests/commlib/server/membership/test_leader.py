@@ -81,6 +81,14 @@ def test_without_a_second_copy_the_job_is_over_and_says_what_is_lost() -> None:
     assert "was kept by shard-101, and is lost: more copies, or --restore of a snapshot" in found.why
 
 
+def test_a_job_whose_first_worker_died_before_it_gave_the_values_says_so() -> None:
+    epoch = first()
+    nothing = {i: ShardReport(frozenset(), 0) for i in epoch.of(SHARD)}
+    found = decide(JOB, NBYTES, epoch, seen(0, 1, 100, 101, silent={0: 9.0}), nothing)
+    assert isinstance(found, JobOver)
+    assert "was not given the values to begin with, which is the first worker's part: restart" in found.why
+
+
 def test_a_newcomer_gets_copies_first_and_owns_them_in_the_view_after() -> None:
     epoch, now = first(), seen(0, 1, 100, 101, 102)
     second = decide(JOB, NBYTES, epoch, now, reports(epoch))

@@ -86,7 +86,7 @@ def test_a_job_whose_first_worker_died_before_it_gave_the_values_says_so() -> No
     nothing = {i: ShardReport(frozenset(), 0) for i in epoch.of(SHARD)}
     found = decide(JOB, NBYTES, epoch, seen(0, 1, 100, 101, silent={0: 9.0}), nothing)
     assert isinstance(found, JobOver)
-    assert "was not given the values to begin with, which is the first worker's part: restart" in found.why
+    assert "was not given its first values, which is the first worker's part: restart" in found.why
 
 
 def test_a_newcomer_gets_copies_first_and_owns_them_in_the_view_after() -> None:

@@ -64,6 +64,7 @@ class Membership:
         self._pulses: dict[int, FailureDetector] = {}
         self._reported: tuple[int, ShardReport] | None = None
         self._settled: object = None  # what was known when nothing was to be done
+        self._lost_since: float | None = None  # a key seems to be kept by nobody
         self._beats, self._looked = 0, time.monotonic()
         self._leaving = False
         self._ended = threading.Event()
@@ -152,10 +153,13 @@ class Membership:
             return None
         next_ = decide(self._job, self._nbytes, self._epoch, seen, reports)
         self._settled = known if next_ is None else None
+        lost = isinstance(next_, JobOver) and not next_.surely
+        self._lost_since = (self._lost_since or time.monotonic()) if lost else None
         if isinstance(next_, WantReports):
             self._roll.want(number)
         elif isinstance(next_, JobOver):
-            self._roll.end(next_.why)
+            if self._lost_since is None or time.monotonic() - self._lost_since > self._job.patience:
+                self._roll.end(next_.why)
         elif next_ is not None:
             self._roll.propose(self._name, next_, self._me.id)
         return None

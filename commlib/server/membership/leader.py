@@ -18,9 +18,15 @@ from commlib.server.membership.view import first, following
 
 @dataclasses.dataclass(frozen=True)
 class JobOver:
-    """Decision that the job ends."""
+    """Decision that the job ends.
+
+    Args:
+        why: it does, in words.
+        surely: false where a shard may yet get what its last report lacks, or one that was silent come back.
+    """
 
     why: str
+    surely: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +123,7 @@ def decide(
     try:
         view = following(now.view, ring, workers, nbytes, whole, clock, job.copies, going)
     except PeerLost as e:
-        return JobOver(f"{news}: {e}" if news else str(e))
+        return JobOver(f"{news}: {e}" if news else str(e), surely=False)
     used = {name for at in view.places.values() for name in at}
     done = {i for i, m in shards.items() if m.name in going and m.name not in used}
     members = {i: m for i, m in (shards | workers).items() if i not in done}

@@ -67,9 +67,7 @@ def following(
         if not having:
             gone = ", ".join(s for s in old.places[key] if s not in living)
             if not gone:
-                raise PeerLost(
-                    f"{key} was not given the values to begin with, which is the first worker's part: restart"
-                )
+                raise PeerLost(f"{key} was not given its first values, which is the first worker's part: restart")
             raise PeerLost(f"{key} was kept by {gone}, and is lost: more copies, or --restore of a snapshot")
         owner = having[0]
         places[key] = (owner, *[s for s in wanted if s != owner][: copies if owner != wanted[0] else copies - 1])

@@ -17,7 +17,7 @@ def open_zeromq(rank: int, *, job: str, towards: str, timeout: float, window: in
 
     Args:
         rank: its own.
-        job: endpoints of another one are strangers.
+        job: endpoints of another one are strangers; with what nobody else knows in it, nothing of theirs is kept.
         towards: the host where members meet: without ``COMMLIB_HOST``, the interface towards it is used.
         timeout: seconds that anything waits.
         window: bytes on their way to one peer at most; the same on all.
@@ -29,7 +29,7 @@ def open_zeromq(rank: int, *, job: str, towards: str, timeout: float, window: in
     """
     options = Options()
     host = options.wanted_host() or address_towards(towards)
-    given: dict[str, Any] = {"host": host, "timeout": timeout, "window": window}
+    given: dict[str, Any] = {"host": host, "timeout": timeout, "window": window, "secret": job}
     if not is_loopback(host):
         if options.goes_insecure():
             given["insecure"] = True

@@ -9,6 +9,7 @@ handed over waits.
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import logging
 import re
@@ -53,6 +54,8 @@ class ZeroMQ(Endpoint):
         hosts: addresses from which connections are taken, and ``10.0.0.0/24`` for many; no other ever gets as far as a
             handshake. This one connects from ``host`` then. Default: all.
         insecure: without keys, and beyond this machine.
+        secret: that all endpoints of the job know, and nobody else; without keys, who does not know it gets no further
+            than the handshake, and nothing of what it sends is kept. It is not encrypted. Default: none is asked for.
         options: of :class:`~commlib.messaging.endpoint.Endpoint`.
 
     Raises:
@@ -71,6 +74,7 @@ class ZeroMQ(Endpoint):
         allowed: Collection[str] = (),
         hosts: Collection[str] = (),
         insecure: bool = False,
+        secret: str = "",
         limits: Limits = DEFAULT,
         **options: Any,
     ) -> None:
@@ -86,11 +90,12 @@ class ZeroMQ(Endpoint):
         networks = [_network(each) for each in hosts]
         guests = self.allowed = frozenset(check_public(k) for k in allowed)
         self._keys, self._insecure = keys, insecure
+        self._password = hashlib.sha256(secret.encode()).hexdigest() if secret and keys is None else ""
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.ROUTER)
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
-        self._door = _Door(self._context, guests) if keys else None
+        self._door = _Door(self._context, guests, self._password) if keys or self._password else None
         self._ways: dict[int, zmq.Socket[bytes]] = {}
         self._watch = Watch(self._peers.connection)
         self._configure(self._inbox, limits)
@@ -130,6 +135,10 @@ class ZeroMQ(Endpoint):
             socket.curve_secretkey, socket.curve_publickey = self._keys.secret.encode(), self._keys.public.encode()
             socket.curve_server = socket.type == zmq.ROUTER
             socket.zap_domain = _DOMAIN
+        elif self._password and socket.type == zmq.ROUTER:
+            socket.plain_server, socket.zap_domain = True, _DOMAIN
+        elif self._password:
+            socket.plain_username, socket.plain_password = _DOMAIN, self._password.encode()
 
     def _open(self, peer: int, address: str, key: str | None) -> None:
         found = _ADDRESS.fullmatch(address)
@@ -217,13 +226,16 @@ class _Leaving:
 
 
 class _Door:
-    """Lets those in whose public keys are allowed (RFC 27), and says who was turned away."""
+    """Lets those in whose keys are allowed, or who know the password (RFC 27); says whose key was turned away."""
 
-    def __init__(self, context: zmq.Context[Any], allowed: frozenset[str]) -> None:
+    def __init__(self, context: zmq.Context[Any], allowed: frozenset[str], password: str) -> None:
         self._allowed, self._turned_away = allowed, 0
         self._authenticator = ThreadAuthenticator(context, log=logging.getLogger("commlib.zap"))
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(_DOMAIN.decode(), self)
+        if password:
+            self._authenticator.configure_plain(_DOMAIN.decode(), {_DOMAIN.decode(): password})
+        else:
+            self._authenticator.configure_curve_callback(_DOMAIN.decode(), self)
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether one with this public key, Z85, may come in; ZeroMQ's authenticator asks."""

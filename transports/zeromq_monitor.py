@@ -64,7 +64,10 @@ class Watch:
         if len(self._sources) >= self._most:  # strangers come and go
             self._sources = {c: (d, inode) for c, (d, inode) in self._sources.items() if _inode(d) == inode}
             self._most = max(_FORGETS, 2 * len(self._sources))
-        descriptor = int(frame.get(zmq.SRCFD))
+        try:
+            descriptor = int(frame.get(zmq.SRCFD))
+        except zmq.ZMQError:  # who greets as ZeroMQ before version 3 did, or in no way, is none of ours
+            return
         inode = _inode(descriptor)
         if inode is not None:
             self._sources[connection] = descriptor, inode

@@ -215,7 +215,7 @@ class Peers:
             return f"{says}, and there is no such other"
         if frame.kind == "hello":
             if frame.keys != (self._job,):
-                return f"{says} of job {', '.join(frame.keys)!r}, and this is {self._job!r}"
+                return f"{says} of job {', '.join(frame.keys)!r}, which is another"
             if peer is not None and peer.incoming is not None:
                 return f"{says}, which has said hello before"
             if peer is not None and peer.key not in (None, arrival.identity):

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 
+import psutil
 import pytest
 import zmq
 
@@ -163,6 +164,36 @@ def test_one_that_speaks_http_and_one_that_floods_disturb_nobody() -> None:
         assert [b.recv(0, timeout=60).clock for _ in range(10)] == list(range(10))
         refuses(b, 0, "nothing came")
         context.destroy(0)
+
+
+@pytest.mark.parametrize("password", [None, b"guessed"])
+def test_nothing_is_kept_of_one_that_does_not_know_the_secret(password: bytes | None) -> None:
+    with two(secret="ours") as (a, b):
+        context, large = zmq.Context(), bytes(1 << 26)
+        before = psutil.Process().memory_info().rss
+        ways = [context.socket(zmq.DEALER) for _ in range(4)]
+        for way in ways:
+            if password is not None:
+                way.plain_username, way.plain_password = b"commlib", password
+            way.connect(b.address)
+            for _ in range(4):  # of one message that has no end
+                way.send(large, zmq.SNDMORE, copy=False)
+        for clock in range(20):
+            a.send(1, clock=clock)
+            assert b.recv(0, timeout=60).clock == clock
+            with pytest.raises(PeerLost, match="nothing came"):
+                b.recv(timeout=0.05)
+        assert b.refused == 0
+        assert psutil.Process().memory_info().rss - before < 1 << 24
+        context.destroy(0)
+
+
+def test_an_endpoint_with_another_secret_is_told_that_it_is_refused() -> None:
+    with two(secret="ours") as (_, b), ZeroMQ(5, secret="theirs") as stranger:
+        with contextlib.suppress(PeerLost):  # it may have been turned away by the time it says hello, or later
+            stranger.connect(1, b.address)
+        with pytest.raises(PeerLost, match="rank 1 has refused the connection of rank 5"):
+            _send_until_told(stranger, b)
 
 
 @pytest.mark.parametrize("hosts", [("127.0.0.2", "127.0.0.3"), ("127.0.0.2/31",)])

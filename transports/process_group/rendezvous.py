@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import secrets
 import statistics
 import time
 from collections.abc import Callable
@@ -64,8 +65,9 @@ def opener(store: DeadlineStore, key: str, world: World, options: Options, secon
         AuthenticationError: keys are needed, and there are none.
         CommlibError: an interface that the others cannot reach.
     """
-    host, hosts = _hosts(store, key, world, options, seconds)
+    host, hosts, secret = _hosts(store, key, world, options, seconds)
     given: dict[str, Any] = {"host": host, "timeout": seconds, "window": options.window, "ranks": world.size}
+    given["secret"] = secret
     if not is_loopback(host) and not options.hears_any_source():
         given["hosts"] = hosts
     if options.keys is None and is_loopback(host):
@@ -78,8 +80,8 @@ def opener(store: DeadlineStore, key: str, world: World, options: Options, secon
     return lambda job: ZeroMQ(world.rank, job=job, **given)
 
 
-def _hosts(store: DeadlineStore, key: str, world: World, options: Options, seconds: float) -> tuple[str, set[str]]:
-    """The address at which this rank is to listen, and all ranks'."""
+def _hosts(store: DeadlineStore, key: str, world: World, options: Options, seconds: float) -> tuple[str, set[str], str]:
+    """The address at which this rank is to listen, all ranks', and a secret that rank 0 draws."""
     say(store, f"{key}/machine", world, machine())
     machines = set(hear(store, f"{key}/machine", world, seconds))
     try:
@@ -95,8 +97,9 @@ def _hosts(store: DeadlineStore, key: str, world: World, options: Options, secon
     except BaseException as e:
         decline(store, f"{key}/host", world, e)
         raise
-    say(store, f"{key}/host", world, host)
-    return host, set(hear(store, f"{key}/host", world, seconds))
+    say(store, f"{key}/host", world, [host, secrets.token_hex(16)])
+    said = hear(store, f"{key}/host", world, seconds)
+    return host, {each for each, _ in said}, said[0][1]
 
 
 def introduce(store: DeadlineStore, key: str, world: World, endpoint: ZeroMQ) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
 import socket
 import time
 from collections.abc import Iterable, Mapping
@@ -116,6 +117,10 @@ class MembershipStore:
             PeerLost: nobody has said it in time.
         """
         return self._wait("job", timeout, "no worker has said what is to be trained")
+
+    def secret(self) -> str:
+        """Secret of the members, which the first of them draws."""
+        return bytes(self._store.compare_set("secret", "", secrets.token_hex(16))).decode()
 
     # -- members --------------------------------------------------------------------------------
 

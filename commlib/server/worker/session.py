@@ -73,7 +73,11 @@ class WorkerSession:
         towards = rendezvous.parse(terms.address)[0]
         try:
             opened = endpoint_kind(terms.endpoint)(
-                id, job=terms.name, towards=towards, timeout=terms.timeout, window=WINDOW
+                id,
+                job=f"{terms.name} {self._roll.secret()}",
+                towards=towards,
+                timeout=terms.timeout,
+                window=WINDOW,
             )
         except (CommlibError, ValueError) as e:
             self._decline(e)

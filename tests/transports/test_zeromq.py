@@ -177,8 +177,8 @@ def test_nothing_is_kept_of_one_that_does_not_know_the_secret(secret: str, passw
     with two(secret=secret) as (a, b):
         context, large, held = zmq.Context(), bytes(1 << 26), 0
         before = _resident()
-        for _ in range(2):
-            way = context.socket(zmq.DEALER)
+        ways = [context.socket(zmq.DEALER) for _ in range(2)]
+        for way in ways:
             if password is not None:
                 way.plain_username, way.plain_password = b"commlib", password
             way.connect(b.address)

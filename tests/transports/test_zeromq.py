@@ -193,9 +193,9 @@ def test_nothing_is_kept_of_one_that_does_not_know_the_secret(secret: str, passw
 
 
 def test_an_endpoint_with_another_secret_is_told_that_it_is_refused() -> None:
-    with two(secret="ours") as (_, b), ZeroMQ(5, secret="theirs") as stranger:
-        with pytest.raises(PeerLost, match="rank 1 has refused the connection of rank 5"):
-            _send_until_told(stranger, b)
+    refused = pytest.raises(PeerLost, match="rank 1 has refused the connection of rank 5")
+    with two(secret="ours") as (_, b), ZeroMQ(5, secret="theirs") as stranger, refused:
+        _send_until_told(stranger, b)
 
 
 @pytest.mark.parametrize("hosts", [("127.0.0.2", "127.0.0.3"), ("127.0.0.2/31",)])

@@ -203,7 +203,14 @@ class SimulatedEndpoint(Endpoint):
     """
 
     def __init__(
-        self, rank: int, *, network: Network, host: str = "", hosts: Collection[str] = (), **options: Any
+        self,
+        rank: int,
+        *,
+        network: Network,
+        host: str = "",
+        hosts: Collection[str] = (),
+        secret: str = "",
+        **options: Any,
     ) -> None:
         super().__init__(rank, **options)
         self._network = network

@@ -47,6 +47,7 @@ class Watch:
         self._monitors: dict[int, tuple[zmq.Socket[Any], zmq.Socket[Any]]] = {}  # (way, what it tells)
         self._addresses: dict[int, str] = {}
         self._ended: dict[int, float] = {}
+        self._quiet: set[int] = set()  # peers of which nothing more came at the last look
         self._looked = self._knocked = 0.0
 
     def add(self, peer: int, way: zmq.Socket[Any], address: str) -> None:
@@ -89,9 +90,14 @@ class Watch:
                     self._ended.setdefault(peer, now)
                 else:
                     self._ended.pop(peer, None)
+                    self._quiet.discard(peer)
         gone, knocks = [], now - self._knocked > _KNOCKS_S
         for peer, since in self._ended.items() if drained else ():
             if self._silent_s(peer) < GRACE_S:
+                self._quiet.discard(peer)
+                continue
+            if peer not in self._quiet:  # its last word may have come since nothing was there to be read
+                self._quiet.add(peer)
                 continue
             if now - since > GRACE_S:
                 gone.append(Gone(peer, f"its connection ended, and it has taken no new one for {GRACE_S:g} s"))

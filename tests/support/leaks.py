@@ -1,8 +1,9 @@
-"""What a process has at this moment that may be left behind: children, threads, listening sockets."""
+"""What a process has at this moment that may be left behind: children, threads, listening sockets, memory."""
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import socket
 import threading
@@ -65,3 +66,8 @@ def listeners() -> dict[object, str]:
 def _address(s: socket.socket) -> str:
     address = s.getsockname()
     return f"unix {address or 'unnamed'}" if s.family == socket.AF_UNIX else f"tcp port {address[1]}"
+
+
+def resident() -> int:
+    """Bytes of this process's resident memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

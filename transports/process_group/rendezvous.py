@@ -66,8 +66,8 @@ def opener(store: DeadlineStore, key: str, world: World, options: Options, secon
         CommlibError: an interface that the others cannot reach.
     """
     host, hosts, secret = _hosts(store, key, world, options, seconds)
-    given: dict[str, Any] = {"host": host, "timeout": seconds, "window": options.window, "ranks": world.size}
-    given["secret"] = secret
+    given: dict[str, Any] = {"host": host, "secret": secret, "ranks": world.size}
+    given |= {"timeout": seconds, "window": options.window}
     if not is_loopback(host) and not options.hears_any_source():
         given["hosts"] = hosts
     if options.keys is None and is_loopback(host):

@@ -145,6 +145,7 @@ class Membership:
         words = self._roll.beats(members)
         seen = MembersSeen(members, words, self._silent(members, words))
         if self._me.id != min(seen.living(SHARD, self._epoch.gone).keys() & self._epoch.members.keys(), default=None):
+            self._lost_since = None  # what it knew as the leader is old when it is that again
             return None
         reports = self._roll.reports(number, self._epoch.of(SHARD)) if self._roll.wanted() == number else {}
         said = {i: word for i, word in words.items() if word == LEFT or seen.leaving(i)}
@@ -154,7 +155,10 @@ class Membership:
         next_ = decide(self._job, self._nbytes, self._epoch, seen, reports)
         self._settled = known if next_ is None else None
         lost = isinstance(next_, JobOver) and not next_.surely
-        self._lost_since = (self._lost_since or time.monotonic()) if lost else None
+        if not lost:
+            self._lost_since = None
+        elif self._lost_since is None:
+            self._lost_since = time.monotonic()
         if isinstance(next_, WantReports):
             self._roll.want(number)
         elif isinstance(next_, JobOver):

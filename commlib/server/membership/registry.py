@@ -118,9 +118,9 @@ class MembershipStore:
         """
         return self._wait("job", timeout, "no worker has said what is to be trained")
 
-    def secret(self) -> str:
-        """Secret of the members, which the first of them draws."""
-        return bytes(self._store.compare_set("secret", "", secrets.token_hex(16))).decode()
+    def full_name(self, job: str) -> str:
+        """Name of a job with a secret in it, which its first member draws: endpoints of another are strangers."""
+        return f"{job} {bytes(self._store.compare_set('secret', '', secrets.token_hex(16))).decode()}"
 
     # -- members --------------------------------------------------------------------------------
 

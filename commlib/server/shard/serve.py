@@ -67,8 +67,7 @@ def serve(
     roll = MembershipStore(rendezvous.visit(address, job, timeout), timeout)
     towards = rendezvous.parse(address)[0]
     id = roll.new_id() if number is None else PLACED + number
-    known_as = f"{job} {roll.secret()}"
-    with endpoint_kind(endpoint)(id, job=known_as, towards=towards, timeout=timeout, window=WINDOW) as mine:
+    with endpoint_kind(endpoint)(id, job=roll.full_name(job), towards=towards, timeout=timeout, window=WINDOW) as mine:
         me = roll.enlist(SHARD, mine.address, getattr(mine, "public_key", None), place(), mine.rank)
         ready(me.name)
         try:

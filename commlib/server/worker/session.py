@@ -74,7 +74,7 @@ class WorkerSession:
         try:
             opened = endpoint_kind(terms.endpoint)(
                 id,
-                job=f"{terms.name} {self._roll.secret()}",
+                job=self._roll.full_name(terms.name),
                 towards=towards,
                 timeout=terms.timeout,
                 window=WINDOW,

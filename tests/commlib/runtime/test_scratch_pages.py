@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlib.runtime.scratch import zeros
+from tests.support.leaks import resident
 from tests.support.tiers import examples
 
 CPU = torch.device("cpu")
@@ -78,16 +79,12 @@ def _large(address: int) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts resident pages as Linux tells them")
 def test_it_is_given_back_with_the_tensor() -> None:
-    before = _resident()
+    before = resident()
     made = zeros((16 * LARGE,), torch.uint8, CPU).fill_(1)
-    assert _resident() - before >= 16 * LARGE
+    assert resident() - before >= 16 * LARGE
     del made
     gc.collect()
-    assert _resident() - before < 4 * LARGE
-
-
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    assert resident() - before < 4 * LARGE
 
 
 def test_without_large_pages_it_is_memory_as_any(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -14,7 +15,9 @@ from tests.commlib.server.membership.test_leader import JOB, member, seen
 from tests.support.thread_groups import new_store
 
 
-def lost_shard(monkeypatch: pytest.MonkeyPatch, whole: list[bool]) -> tuple[MembershipStore, Membership, list[float]]:
+def lost_shard(
+    monkeypatch: pytest.MonkeyPatch, whole: list[bool], me: int = 100
+) -> tuple[MembershipStore, Membership, list[float]]:
     """A shard whose one peer is silent, and which has all keys or none, as told; the clock that it looks at."""
     roll, clock = MembershipStore(DeadlineStore(new_store(), 60.0)), [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
@@ -25,7 +28,7 @@ def lost_shard(monkeypatch: pytest.MonkeyPatch, whole: list[bool]) -> tuple[Memb
     roll.propose("", epoch, 100)
     membership = Membership(
         roll,
-        member(100),
+        member(me),
         JOB,
         epoch,
         name=roll.newest(),
@@ -37,11 +40,13 @@ def lost_shard(monkeypatch: pytest.MonkeyPatch, whole: list[bool]) -> tuple[Memb
     return roll, membership, clock
 
 
-def looks(roll: MembershipStore, membership: Membership, clock: list[float], seconds: float) -> None:
+def looks(
+    roll: MembershipStore, membership: Membership, clock: list[float], seconds: float, beating: Sequence[int] = (0, 1)
+) -> None:
     for _ in range(round(seconds / 0.1)):
         clock[0] += 0.1
-        for worker in (0, 1):
-            roll.beat(worker, str(clock[0]))
+        for each in beating:
+            roll.beat(each, str(clock[0]))
         membership._look()
 
 
@@ -61,3 +66,16 @@ def test_a_key_is_lost_only_if_no_copy_comes_within_the_patience(monkeypatch: py
     else:
         assert over is not None
         assert "is lost" in over
+
+
+def test_a_key_that_seemed_lost_before_another_led_has_the_whole_patience_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    roll, membership, clock = lost_shard(monkeypatch, [False], me=101)
+    looks(roll, membership, clock, 1.5 * JOB.patience)  # shard 100 is silent: this one leads, and a key seems lost
+    assert roll.wanted() == 1
+    looks(roll, membership, clock, 0.6 * JOB.patience, beating=(0, 1, 100))  # it was slow only, and leads again
+    looks(roll, membership, clock, 1.6 * JOB.patience)
+    assert roll.over() is None
+    looks(roll, membership, clock, 1.0 * JOB.patience)
+    assert roll.over() is not None

@@ -70,6 +70,15 @@ def test_these_tests_exist_and_are_in_the_fast_tier() -> None:
     assert {test: tier_of(test) for test in tests} == dict.fromkeys(tests, "fast")
 
 
+def test_each_line_about_security_is_shown_by_tests_that_exist() -> None:
+    text = (ROOT / "docs/security.md").read_text(encoding="utf-8").partition("## What shows it")[2]
+    rows = re.findall(r"^\| (.+?) \| (`tests/.+`) \|$", text, flags=re.MULTILINE)
+    assert len(rows) == len(re.findall(r"^\| ", text, flags=re.MULTILINE)) - 1
+    tests = {test for _, named in rows for test in re.findall(r"`(tests/[^`]+)`", named)}
+    assert len(tests) > 20
+    assert [test for test in sorted(tests) if tier_of(test) == "missing"] == []
+
+
 def test_a_tier_is_read_off_the_marks() -> None:
     assert tier_of("tests/bench/chaos/test_chaos.py::test_no_such") == "missing"
     assert tier_of("tests/no_such.py::test") == "missing"

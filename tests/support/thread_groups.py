@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import socket
 import threading
 import time
@@ -15,7 +16,9 @@ from typing import Any, TypeVar
 import msgpack
 import torch
 import torch.distributed as dist
+import zmq
 from torch import Tensor
+from zmq.utils.monitor import recv_monitor_message
 
 from commlib.groups.world import World
 from commlib.transports.options import Options
@@ -30,10 +33,11 @@ class Wire:
 
     Args:
         piece_s: seconds that each 64 KiB take.
+        towards: is given what is sent to the address, and returns what arrives there.
     """
 
-    def __init__(self, address: str, piece_s: float = 0.0) -> None:
-        self._piece_s = piece_s
+    def __init__(self, address: str, piece_s: float = 0.0, towards: Callable[[bytes], bytes] = bytes) -> None:
+        self._piece_s, self._towards = piece_s, towards
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         self._to = host, int(port)
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -52,14 +56,14 @@ class Wire:
                     near.close()
                     continue
                 self._open += [near, far]
-                for pair in ((near, far), (far, near)):
-                    threading.Thread(target=self._pump, args=pair, daemon=True).start()
+                for way in ((near, far, self._towards), (far, near, bytes)):
+                    threading.Thread(target=self._pump, args=way, daemon=True).start()
 
-    def _pump(self, one: socket.socket, other: socket.socket) -> None:
+    def _pump(self, one: socket.socket, other: socket.socket, passes: Callable[[bytes], bytes]) -> None:
         with contextlib.suppress(OSError):
             while data := one.recv(1 << 16):
                 time.sleep(self._piece_s)
-                other.sendall(data)
+                other.sendall(passes(data))
         self._end(one, other)
 
     def _end(self, *ends: socket.socket) -> None:
@@ -190,3 +194,18 @@ def counted(world: World) -> Iterator[list[float]]:
     finally:
         for name, original in originals.items():
             setattr(group, name, original)
+
+
+def gets_in(address: str, secret: str | None) -> bool:
+    """Whether a stranger that guesses a secret, or knows of none, gets through the handshake at an address."""
+    over = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    with zmq.Context() as context, context.socket(zmq.DEALER) as way:
+        way.linger = 0
+        if secret is not None:
+            way.plain_username, way.plain_password = b"commlib", hashlib.sha256(secret.encode()).hexdigest().encode()
+        with way.get_monitor_socket(over) as said:
+            way.connect(address)
+            assert said.poll(60_000), "it is left standing before the door"
+            found = bool(recv_monitor_message(said)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            way.disable_monitor()
+        return found

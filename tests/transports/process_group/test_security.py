@@ -26,7 +26,7 @@ from commlib.transports.process_group import rendezvous
 from commlib.transports.process_group.factory import create
 from commlib.transports.process_group.group import ZmqGroup
 from commlib.transports.zeromq import ZeroMQ
-from tests.support.thread_groups import each, groups, new_store
+from tests.support.thread_groups import each, gets_in, groups, new_store
 
 A, B, STRANGER = (keys.KeyPair.new() for _ in range(3))
 
@@ -41,7 +41,7 @@ def allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @contextlib.contextmanager
-def training(options: list[Options]) -> Iterator[tuple[str, str]]:
+def training(options: list[Options]) -> Iterator[tuple[str, Any]]:
     """Two ranks train while what is inside tries its best. Gives rank 0's address and key."""
     store, ended = new_store(), threading.Event()
     torch.manual_seed(0)
@@ -88,6 +88,13 @@ def test_strangers_are_refused_and_logged_and_training_is_unharmed(
                 threading.Event().wait(0.02)
         flood(address)
         until_logged(caplog, f"turned away one with key {STRANGER.public}")
+
+
+@pytest.mark.parametrize("guess", [None, "", "test"])
+def test_without_keys_who_does_not_know_the_groups_secret_is_refused_in_the_handshake(guess: str | None) -> None:
+    with training([Options(), Options()]) as (address, public):
+        assert public is None
+        assert not gets_in(address, guess)
 
 
 def until_logged(caplog: pytest.LogCaptureFixture, words: str) -> None:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commlib.checkpoint.state_dict import StateDict, merge_state_dicts
 from commlib.errors import CheckpointMismatch, PeerLost, ProtocolError
-from commlib.groups.handshake import meeting_place, tell, wait_for_all
+from commlib.groups.handshake import meeting_place, named, tell, wait_for_all, within
 from commlib.groups.process_groups import for_states
 from commlib.groups.store import store_of
 from commlib.groups.world import World
@@ -155,10 +155,10 @@ class Collector:
         self._meetings += 1
         key, store = f"{self._key}/{self._meetings}", store_of(self._group)
         tell(self._group, key, mine, self._world)
-        missing = wait_for_all(store, f"{key}/self", self._world, timeout)
+        missing = wait_for_all(store, f"{key}/self", self._world, timeout, self._group)
         if missing:
             raise PeerLost(
-                f"rank {', '.join(map(str, missing))} of {self._world.size} did not come within {timeout:g} s "
+                f"{named(missing)} of {self._world.size} did not come {within(self._group, missing, timeout)} "
                 f"to {what} (this is rank {self._world.rank}): commlib's state is on all ranks, "
                 "so every rank must make the call"
             )

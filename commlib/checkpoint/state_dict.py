@@ -139,6 +139,8 @@ def _own(entries: Mapping[str, Any], plan: Plan, shares: Mapping[str, HierarchyS
     """
     found = []
     for name, slots in entries.items():
+        if name not in plan.layers:
+            raise CheckpointMismatch(f"damaged state dict: slots of {name!r}, which is no layer of the model")
         expected = _expected(plan.layers[name], shares[name])
         for key, entry in slots.items():
             value = entry["value"]

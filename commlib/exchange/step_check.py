@@ -27,7 +27,7 @@ from typing import Any
 import msgpack
 
 from commlib.errors import PeerLost, PlanMismatch
-from commlib.groups.handshake import ROLL_CALL_S, difference, named, wait_for_all
+from commlib.groups.handshake import ROLL_CALL_S, difference, named, peers_gone, wait_for_all, within
 from commlib.groups.store import store_of
 from commlib.groups.world import World
 from commlib.runtime.autograd import LOOK_S
@@ -102,11 +102,12 @@ class StepCheck:
         store, rank, size = store_of(self._group), self._world.rank, self._world.size
         store.set(f"{self._at('said')}/{rank}", msgpack.packb([self._mine, why]))
         end = time.monotonic() + self._timeout
-        while missing := wait_for_all(store, self._at("said"), self._world, LOOK_S):
-            if time.monotonic() > end:
+        while missing := wait_for_all(store, self._at("said"), self._world, LOOK_S, self._group):
+            if time.monotonic() > end or peers_gone(self._group).keys() & set(missing):
                 raise PeerLost(
-                    f"rank {rank} of {size} could not {doing}: {named(missing)} did not answer within "
-                    f"{self._timeout:g} s (steps are compared first: rank {rank} {why or 'was asked to'})"
+                    f"rank {rank} of {size} could not {doing}: {named(missing)} did not answer "
+                    f"{within(self._group, missing, self._timeout)} (steps are compared first: rank {rank} "
+                    f"{why or 'was asked to'})"
                 )
             meanwhile()
         said = [msgpack.unpackb(store.get(f"{self._at('said')}/{r}")) for r in range(size)]

@@ -7,14 +7,13 @@ posts, and publishes. So nobody waits for a rank that waits for him; each wait h
 from __future__ import annotations
 
 import contextlib
-import datetime
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgpack
 
-from commlib.errors import PeerLost, StoreSilent
-from commlib.groups.handshake import wait_for_all
+from commlib.errors import PeerLost
+from commlib.groups.handshake import named, wait_for, wait_for_all, within
 from commlib.groups.store import store_of
 from commlib.groups.world import World
 
@@ -33,7 +32,7 @@ class Coordinator:
     """
 
     def __init__(self, group: Any, key: str, world: World, timeout: float) -> None:
-        self._key, self._world, self._timeout = key, world, timeout
+        self._group, self._key, self._world, self._timeout = group, key, world, timeout
         self._store = store_of(group).within(timeout)
         self._count = 0
 
@@ -56,24 +55,20 @@ class Coordinator:
         place = f"{self._key}/review/{self._count}"
         self._store.set(f"{place}/{self._world.rank}", msgpack.packb(dict(mine)))
         if self._world.rank == 0:
-            missing = wait_for_all(self._store, place, self._world, self._timeout)
+            missing = wait_for_all(self._store, place, self._world, self._timeout, self._group)
             if missing:
-                names = ", ".join(map(str, missing))
-                lost = f"review {self._count}: no figures of rank(s) {names} within {self._timeout:g} s"
+                why = within(self._group, missing, self._timeout)
+                lost = f"review {self._count}: no figures of {named(missing)} {why}"
                 self._store.set(f"{place}/decision", msgpack.packb({_LOST: lost}))
                 raise PeerLost(lost)
             posts = [msgpack.unpackb(self._store.get(f"{place}/{r}")) for r in range(self._world.size)]
             self._store.set(f"{place}/decision", msgpack.packb(dict(decide(posts))))
-        try:
-            # Rank 0 may have begun to wait for a missing rank later than this one: it shall be heard.
-            self._store.wait([f"{place}/decision"], datetime.timedelta(seconds=self._timeout + _GRACE))
-        except StoreSilent:
-            raise
-        except RuntimeError as e:
+        # Rank 0 may have begun to wait for a missing rank later than this one: it shall be heard.
+        if wait_for(self._store, {0: f"{place}/decision"}, self._timeout + _GRACE, self._group):
             raise PeerLost(
-                f"review {self._count}: rank 0 has not decided within {self._timeout:g} s (this is rank "
-                f"{self._world.rank} of {self._world.size}): {e}"
-            ) from e
+                f"review {self._count}: rank 0 has not decided {within(self._group, [0], self._timeout)} (this is "
+                f"rank {self._world.rank} of {self._world.size})"
+            )
         decision: dict[str, Any] = msgpack.unpackb(self._store.get(f"{place}/decision"))
         if _LOST in decision:
             raise PeerLost(decision[_LOST])

@@ -8,7 +8,8 @@ import contextlib
 import datetime
 import hashlib
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -22,6 +23,7 @@ ROLL_CALL_S = 2.0
 
 _log = logging.getLogger("commlib")
 _FAILED = "failed"
+_LOOK_S = 0.5  # between two looks who is gone
 ATTACH = "attach"
 _DID = {ATTACH: "attached", "swap": "swapped to", "detach": "detached at"}
 
@@ -47,7 +49,7 @@ def share(group: Any, key: str, mine: Mapping[str, str], world: World, timeout: 
     """
     store = store_of(group).within(timeout)
     tell(group, key, mine, world)
-    _await(store, f"{key}/self", world, timeout, ATTACH)
+    _await(group, f"{key}/self", world, timeout, ATTACH)
     said = [msgpack.unpackb(store.get(f"{key}/self/{r}")) for r in range(world.size)]
     for other, text in enumerate(said):
         if _FAILED in text:
@@ -80,7 +82,7 @@ def agree(group: Any, key: str, mine: Mapping[str, str], world: World, timeout: 
     digest = hashlib.sha256(packed).digest()
     store.set(f"{key}/text/{world.rank}", packed)
     store.set(f"{key}/digest/{world.rank}", digest)
-    _await(store, f"{key}/digest", world, timeout, doing)
+    _await(group, f"{key}/digest", world, timeout, doing)
     for other in range(world.size):
         if store.get(f"{key}/digest/{other}") != digest:
             theirs = msgpack.unpackb(store.get(f"{key}/text/{other}"))
@@ -106,20 +108,38 @@ def publish_absence(group: Any, error: BaseException) -> None:
         publish_failure(group, meeting_place(group, world), world, error)
 
 
-def wait_for_all(store: DeadlineStore, key: str, world: World, timeout: float) -> list[int]:
-    """The ranks that have not set ``key/rank`` after ``timeout`` seconds.
+def wait_for_all(store: DeadlineStore, key: str, world: World, timeout: float, group: Any = None) -> list[int]:
+    """The ranks that have not set ``key/rank`` after ``timeout`` seconds, or are gone.
+
+    Args:
+        store: where they set it.
+        key: the same on all ranks.
+        world: this rank.
+        timeout: seconds.
+        group: process group that may know of ranks that are gone ("zmq" does); they are not waited for.
 
     Raises:
         StoreSilent: the store does not answer.
     """
-    keys = [f"{key}/{r}" for r in range(world.size)]
-    try:
-        store.wait(keys, datetime.timedelta(seconds=timeout))
-    except StoreSilent:
-        raise
-    except RuntimeError:
-        return [r for r, k in enumerate(keys) if not store.check([k])]
-    return []
+    return wait_for(store, {r: f"{key}/{r}" for r in range(world.size)}, timeout, group)
+
+
+def wait_for(store: DeadlineStore, keys: Mapping[int, str], timeout: float, group: Any = None) -> list[int]:
+    """The same for any keys: rank → what it sets."""
+    knows = hasattr(group, "peers_gone")
+    end, waiting, lost = time.monotonic() + timeout, dict(keys), set[int]()
+    while True:
+        left = max(0.0, end - time.monotonic())
+        try:
+            store.wait(list(waiting.values()), datetime.timedelta(seconds=min(left, _LOOK_S) if knows else left))
+            return []
+        except StoreSilent:
+            raise
+        except RuntimeError:
+            waiting = {r: key for r, key in waiting.items() if not store.check([key])}
+        if not waiting or not knows or left <= 0 or lost & waiting.keys():
+            return list(waiting)
+        lost = set(peers_gone(group))  # what they said before may have come to the store since it was asked
 
 
 def roll_call(group: Any, key: str, world: World) -> str:
@@ -189,13 +209,26 @@ def named(ranks: list[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-def _await(store: DeadlineStore, key: str, world: World, timeout: float, doing: str) -> None:
-    missing = wait_for_all(store, key, world, timeout)
+def _await(group: Any, key: str, world: World, timeout: float, doing: str) -> None:
+    missing = wait_for_all(store_of(group).within(timeout), key, world, timeout, group)
     if missing:
         raise PeerLost(
-            f"commlib.{doing}: {named(missing)} of {world.size} did not {doing} within {timeout:g} s "
+            f"commlib.{doing}: {named(missing)} of {world.size} did not {doing} {within(group, missing, timeout)} "
             f"(this is rank {world.rank}). Every rank must {doing} its models in the same order."
         )
+
+
+def peers_gone(group: Any) -> dict[int, str]:
+    """Ranks that a process group knows to be gone, and why; of a group that cannot know it: none."""
+    found: dict[int, str] = group.peers_gone() if hasattr(group, "peers_gone") else {}
+    return found
+
+
+def within(group: Any, missing: Sequence[int], timeout: float) -> str:
+    """Why ranks are not waited for any longer, in words: the time is over, or they are gone."""
+    gone = peers_gone(group)
+    why = "; ".join(gone[r] for r in missing if r in gone)
+    return f"and will not: {why}" if why else f"within {timeout:g} s"
 
 
 def difference(mine: Mapping[str, str], theirs: Mapping[str, str], me: int, other: int) -> str:

@@ -19,7 +19,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -198,7 +198,10 @@ _OF_GROUPS: weakref.WeakKeyDictionary[Any, DeadlineStore] = weakref.WeakKeyDicti
 
 
 def store_of(group: Any) -> DeadlineStore:
-    """The key-value store behind a process group; the same one for each call of a group."""
+    """The key-value store behind a process group; the same one for each call of a group.
+
+    It answers within the deadline of the group's collectives, or :data:`ANSWER_S` if that is longer.
+    """
     with contextlib.suppress(KeyError, TypeError):
         return _OF_GROUPS[group]
     if hasattr(group, "get_group_store"):
@@ -206,6 +209,15 @@ def store_of(group: Any) -> DeadlineStore:
     else:
         found = distributed_c10d._get_process_group_store(group)  # torch 2.7: the group does not know it
     store = found if isinstance(found, DeadlineStore) else DeadlineStore(found)
+    store = store.within(min([ANSWER_S, *_deadlines(group)]))
     with contextlib.suppress(TypeError):  # a group that cannot be referred to weakly
         _OF_GROUPS[group] = store
     return store
+
+
+def _deadlines(group: Any) -> Iterator[float]:
+    """Seconds that collectives of a group may take, by each of its backends that says so."""
+    for each in [group._get_backend(d) for d in getattr(group, "_device_types", [])] or [group]:
+        timeout = getattr(getattr(each, "options", None), "_timeout", None)
+        if timeout is not None:
+            yield timeout.total_seconds()

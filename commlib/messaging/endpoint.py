@@ -190,6 +190,21 @@ class Endpoint(ABC):
             raise PeerLost(f"rank {self.rank} waited {timeout:g} s: {why}{also}")
         return self._taken(found) if isinstance(found, tuple) else None
 
+    def gone(self, seconds: float) -> dict[int, str]:
+        """Peers that are gone, as far as that is known after so many seconds at most: rank → why.
+
+        What has come of them before is kept.
+
+        Raises:
+            CommlibError: the endpoint is closed.
+        """
+
+        def found() -> dict[int, str] | None:
+            self._check_open()
+            return {peer.rank: str(peer.error) for peer in self._peers if peer.error is not None} or None
+
+        return self._wait(found, seconds) or {}
+
     def close(self, timeout: float = 5.0) -> None:
         """Says goodbye; what was sent leaves before, for so many seconds at most. Again: nothing."""
         self._end("bye", "", timeout)

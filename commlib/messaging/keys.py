@@ -15,10 +15,12 @@ import dataclasses
 import os
 import re
 import stat
+import struct
 import tempfile
 from pathlib import Path
 
 import zmq
+from zmq.utils import z85
 
 from commlib.errors import AuthenticationError
 
@@ -50,9 +52,17 @@ def check_public(key: str) -> str:
     Raises:
         ValueError: it is none.
     """
-    if not _KEY.fullmatch(key):
+    if not _is_key(key):
         raise ValueError(f"a public key is 40 characters of Z85, as 'commlib keys show' prints it, got {key!r}")
     return key
+
+
+def _is_key(text: str) -> bool:
+    """Whether these are 32 bytes in Z85, where five digits may also stand for more than four bytes have room for."""
+    try:
+        return _KEY.fullmatch(text) is not None and len(z85.decode(text)) == 32
+    except struct.error:
+        return False
 
 
 def folder() -> Path:
@@ -96,7 +106,7 @@ def load(name: str, where: Path | None = None) -> KeyPair:
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise AuthenticationError(f"others may read {path}: chmod 600 it, or make a new one if they did")
     lines = text.split()
-    if len(lines) != 2 or not all(_KEY.fullmatch(line) for line in lines):
+    if len(lines) != 2 or not all(map(_is_key, lines)):
         raise AuthenticationError(f"{path} is damaged: it has no two keys")
     public, secret = lines
     if zmq.curve_public(secret.encode()).decode() != public:
@@ -133,7 +143,7 @@ def allowed(where: Path | None = None) -> dict[str, str]:
         raise AuthenticationError(f"the list of allowed keys cannot be read ({e.strerror}: {path})") from e
     for number, line in enumerate(text.splitlines(), 1):
         key, _, name = line.partition(" ")
-        if not _KEY.fullmatch(key) or not _NAME.fullmatch(name):
+        if not _is_key(key) or not _NAME.fullmatch(name):
             raise AuthenticationError(f"{path} is damaged: line {number} is no key and a name")
         found[key] = name
     return found

@@ -171,19 +171,22 @@ def survive(reader: Reader, rng: random.Random) -> bool:
         Exception: what it raised besides; a note has the input.
     """
     parts = _bytes(mutated(list(rng.choice(reader.sound)), rng))
-    tracemalloc.reset_peak()
-    held, start = tracemalloc.get_traced_memory()[0], time.thread_time()
-    try:
-        reader.read(parts)
-        alive = True
-    except reader.refuses:
-        alive = False
-    except Exception as e:
-        e.add_note(f"input: {parts!r}")
-        raise
-    took, peak = time.thread_time() - start, tracemalloc.get_traced_memory()[1] - held
-    if took > LONGEST_S or peak > MOST_BYTES:
-        raise TooMuch(f"{took:.3g} s and {peak:,} bytes: {parts!r}")
+    for last in (False, False, True):  # what takes long by itself does so each time, and no busy machine's doing
+        tracemalloc.reset_peak()
+        held, start = tracemalloc.get_traced_memory()[0], time.thread_time()
+        try:
+            reader.read(parts)
+            alive = True
+        except reader.refuses:
+            alive = False
+        except Exception as e:
+            e.add_note(f"input: {parts!r}")
+            raise
+        took, peak = time.thread_time() - start, tracemalloc.get_traced_memory()[1] - held
+        if took <= LONGEST_S and peak <= MOST_BYTES:
+            break
+        if last:
+            raise TooMuch(f"{took:.3g} s and {peak:,} bytes: {parts!r}")
     return alive
 
 

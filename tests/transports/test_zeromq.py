@@ -355,6 +355,19 @@ def test_a_peer_that_died_is_named_long_before_the_deadline(
             a.send(1)
 
 
+def test_who_asks_who_is_gone_takes_nothing_that_has_come() -> None:
+    with two() as (a, b):
+        assert a.gone(0.05) == {}
+        b.send(0, clock=1)
+        b.close()
+        until(lambda: bool(a.gone(0.05)))
+        assert a.gone(0.05) == {1: "rank 1 has said goodbye"}
+        assert a.recv(1, timeout=60).clock == 1
+        a.close()
+        with pytest.raises(CommlibError, match="is closed"):
+            a.gone(0.05)
+
+
 def test_what_a_peer_sent_before_it_ended_arrives_however_long_that_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     for pause in ("_EVERY_S", "_KNOCKS_S"):  # it looks often
         monkeypatch.setattr(zeromq_monitor, pause, 0.05)

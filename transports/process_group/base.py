@@ -136,6 +136,10 @@ class GroupCalls(GroupIdentity):
     def _get_sequence_number_for_group(self) -> int:
         return self._engine.count
 
+    def peers_gone(self) -> dict[int, str]:
+        """Ranks that are gone, and why, as far as that is known while no call waits for them; it takes an instant."""
+        return self._engine.gone()
+
     def shutdown(self) -> None:
         """Ends it; what is not through fails. Again: nothing."""
         self._shut()

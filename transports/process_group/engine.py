@@ -33,6 +33,7 @@ from .work import CollectiveWork
 
 _log = logging.getLogger("commlib")
 _LOOK_S = 0.25  # so long a call may lie there whose caller said that it would wait, and does not
+_GLANCE_S = 0.05
 _SPARE = 2  # threads that serve and wait for calls; more of them end
 
 
@@ -108,6 +109,13 @@ class Engine:
                 return
             call = self._begin()
         self._carry_out(call)
+
+    def gone(self) -> dict[int, str]:
+        """Peers that are gone, as far as that is known, and why; what this group failed by may not know that."""
+        try:
+            return self._endpoint.gone(_GLANCE_S)
+        except CommlibError:
+            return {}
 
     def close(self, error: BaseException) -> None:
         """Fail with ``error`` all that is not through. The endpoint is the caller's to close, after this."""

@@ -98,6 +98,7 @@ ENTRY = ("ranks", "1", "a.weight", "residual")
         (("ranks", "01"), {}, "'ranks', '01' is 01"),
         (("ranks", "1"), None, "rank 1 is NoneType None, and should be a map of layers"),
         (("ranks", "1", "d"), {"r": {"value": torch.ones(3), "role": "pending"}}, "'d', 'r' is d, and should be of a"),
+        (("ranks", "1", "x"), {}, "slots of 'x', which is no layer of the model"),
         (("ranks", "1", 5), {}, "rank 1, 5 is int 5, and should be a layer's name"),
         (("ranks", "1", "a.weight"), 5, "rank 1, 'a.weight' is int 5, and should be a map of slots"),
         (ENTRY, torch.ones(5, 8), "rank 1, 'a.weight', 'residual' is Tensor tensor("),

@@ -77,7 +77,7 @@ def test_boards_with_other_keys_do_not_meet() -> None:
     assert on_ranks([0, 1], job) == [[{"n": [n, n]} for n in range(3)]] * 2
 
 
-@pytest.mark.parametrize(("others", "missing"), [([2], "1"), ([1], "2"), ([], "1, 2")])
+@pytest.mark.parametrize(("others", "missing"), [([2], "rank 1"), ([1], "rank 2"), ([], "ranks 1, 2")])
 def test_ranks_that_do_not_come_are_named_within_the_timeout(others: list[int], missing: str) -> None:
     group = Group()
 
@@ -87,7 +87,7 @@ def test_ranks_that_do_not_come_are_named_within_the_timeout(others: list[int], 
             group.posted(others)
         with pytest.raises(PeerLost) as lost:
             board.review({}, never)
-        assert f"no figures of rank(s) {missing} within 0.2 s" in str(lost.value)  # rank 0 has told the others
+        assert f"no figures of {missing} within 0.2 s" in str(lost.value)  # rank 0 has told the others
 
     assert on_ranks([0, *others], job) == [None] * (1 + len(others))
 
@@ -105,7 +105,7 @@ def test_a_rank_that_leaves_between_reviews_is_missed_at_the_next() -> None:
     lost, decision = on_ranks([0, 1], job)
     assert decision == {"ranks": 2}
     assert isinstance(lost, PeerLost)
-    assert str(lost) == "review 1: no figures of rank(s) 1 within 0.2 s"
+    assert str(lost) == "review 1: no figures of rank 1 within 0.2 s"
 
 
 def test_without_rank_0_the_others_say_what_they_wait_for() -> None:

@@ -25,6 +25,9 @@ from commlib.groups.world import World
 from tests.support.rank_pool import Fleet
 from tests.support.thread_groups import each, new_store
 
+ENDLESS_S = 600.0
+"""A deadline that no test waits for: pytest's own is shorter."""
+
 
 def without_get_group_store(world: World) -> tuple[bytes, str]:
     """As in torch 2.7, whose groups do not know their store."""
@@ -87,6 +90,32 @@ def test_who_has_waited_before_anybody_called_has_not_answered_the_call(monkeypa
     assert roll_call(group, "k", World(0, 2)) == "rank 1 did not answer a roll call"
     assert answer_roll_call(group, "k", World(1, 2)) == "rank 1 did not answer a roll call"  # it is over
     assert roll_call(group, "k", World(0, 2)) == "all ranks still answer a roll call"
+
+
+def test_a_rank_that_the_group_knows_to_be_gone_is_not_waited_for_unless_it_has_said_its_word() -> None:
+    group, world = in_one_process(), World(0, 3)
+    group.peers_gone = lambda: {2: "rank 2 has said goodbye"}
+    said = r"rank 2 of 3 did not attach and will not: rank 2 has said goodbye \(this is rank 0\)"
+    tell(group, "k", {"host": "b"}, World(1, 3))
+    with pytest.raises(PeerLost, match=said):
+        share(group, "k", {"host": "a"}, world, ENDLESS_S)
+    tell(group, "k", {"host": "c"}, World(2, 3))
+    assert share(group, "k", {"host": "a"}, world, ENDLESS_S) == [{"host": "a"}, {"host": "b"}, {"host": "c"}]
+
+
+def test_what_a_rank_says_while_others_learn_that_it_is_gone_counts_and_so_does_the_deadline() -> None:
+    group, word = in_one_process(), {"host": "a"}
+    tell(group, "k", word, World(0, 2))
+
+    def gone() -> dict[int, str]:
+        tell(group, "k", word, World(1, 2))
+        return {1: "rank 1 has said goodbye"}
+
+    group.peers_gone = gone
+    store = store_of(group)
+    assert handshake.wait_for_all(store, "k/self", World(0, 2), ENDLESS_S, group) == []
+    group.peers_gone = lambda: {1: "rank 1 has said goodbye"}
+    assert handshake.wait_for(store, {0: "k/not"}, 0.1, group) == [0]
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, PeerLost])

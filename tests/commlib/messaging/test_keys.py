@@ -129,7 +129,11 @@ def test_one_that_others_may_read_is_not_used(tmp_path: Path, mode: int) -> None
         keys.load("a", tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "x\ny\n", "{public}\n", "{public}\n{public}\n", "{other}\n{secret}\n"])
+NO_KEY = "#" * 40  # of the digits that keys have, but five of them are more than four bytes
+DAMAGED = ["", "x\ny\n", "{public}\n", "{public}\n{public}\n", "{other}\n{secret}\n", f"{{public}}\n{NO_KEY}\n"]
+
+
+@pytest.mark.parametrize("text", DAMAGED)
 def test_a_damaged_pair_is_named(tmp_path: Path, text: str) -> None:
     pair, other = keys.create("a", tmp_path), keys.KeyPair.new()
     path = tmp_path / "a.secret"

@@ -183,7 +183,8 @@ class Training(RankJob):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         if self.oddity == "late" and rank == self.odd:
             primitives.sleep(self.deadline_s / 2)
-            self.passes(rank)
+            for each in range(self.size):  # all wait for this one, and may have a whole wait before them then
+                self.passes(each)
         made: Any
         if self.rule == "local":
             made = commlib.LocalSteps(model, "diloco", "int8", tau=2, optimizer=optimizer, timeout=self.deadline_s)

@@ -254,4 +254,4 @@ def test_a_rank_that_does_not_come_to_a_review_is_named() -> None:
         said = own.run(2, absent)
     finally:
         own.close()
-    assert "no figures of rank(s) 1 within 10 s" in said[0]
+    assert "no figures of rank 1 within 10 s" in said[0]

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from commlib.errors import PeerLost
+from commlib.errors import PeerLost, StoreSilent
 from commlib.groups.handshake import named
 from commlib.groups.world import World
 
@@ -255,7 +255,9 @@ def _ask(store: Any, key: str, rank: int, addresses: Sequence[str] = ()) -> str:
     try:
         store.wait([key], datetime.timedelta(seconds=_STORE_S))
         return str(store.get(key).decode())
-    except RuntimeError as e:  # DistStoreError: the deadline, or the store is gone
+    except StoreSilent:
+        raise
+    except RuntimeError as e:  # the deadline
         missing = [rank]
         with contextlib.suppress(RuntimeError):
             missing = [r for r, at in enumerate(addresses) if not store.check([at])] or missing

@@ -30,7 +30,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 test: $(READY)  ## the fast tier of the tests, some minutes; with what ARGS adds: make test ARGS="-k onebit"
 	$(PYTEST) -m "not full" $(ARGS)
 
-test-all: $(READY)  ## all tests there are, half an hour; hypothesis searches anew
+test-all: $(READY)  ## all tests there are, more than an hour; hypothesis searches anew
 	$(PYTEST) --hypothesis-profile=fresh $(ARGS)
 
 test-steady: $(READY)  ## the fast tier ten times while other processes want the cores: is a test ever red by chance?

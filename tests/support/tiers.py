@@ -1,10 +1,11 @@
 """The two tiers of the suite: ``make test`` leaves out what is marked ``full``, ``make test-all`` runs everything.
 
-A test of the fast tier takes at most :data:`LIMIT_S`. A longer one fails, unless :data:`LONGER` says why it may: this
-keeps the fast tier fast. No test is red because the machine is busy or slow. What counts is what a test used of the
-cores, or the time in which it waited although no process wanted for a core. One that took too long has a second try,
-while no other test runs: the first of its kind may have much to import, to compile, or to read from a disk. And where
-a core does less in a second than those that the limit was made for, the limit is longer in proportion.
+A test of the fast tier takes at most :data:`LIMIT_S` in ``make test``. A longer one fails, unless :data:`LONGER` says
+why it may: this keeps the fast tier fast. (In ``make test-all`` properties have three times as many examples.) No test
+is red because the machine is busy or slow. What counts is what a test used of the cores, or the time in which it waited
+although no process wanted for a core. One that took too long has a second try, while no other test runs: the first of
+its kind may have much to import, to compile, or to read from a disk. And where a core does less in a second than those
+that the limit was made for, the limit is longer in proportion.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Fail a test of the fast tier that took too long."""
     clock = Clock()
     yield
-    if is_fast(item) and too_long(item.nodeid, seconds := clock.seconds()):
+    if item.config.option.markexpr == FAST and is_fast(item) and too_long(item.nodeid, seconds := clock.seconds()):
         second = _LATE in item.stash
         item.stash[_LATE] = why = too_long(item.nodeid, seconds, slowness() if second else 1.0) or ""
         if why:

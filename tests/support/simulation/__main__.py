@@ -25,8 +25,9 @@ from tests.support.simulation.world import Violation
 
 _STUCK_S = 120.0
 """Real seconds that a history may take, on a busy machine, too."""
-_SHARE = 50
-"""Histories of one process: what C++ keeps of each, processes that were killed most of all, goes with it."""
+_SHARE = 200
+"""Histories of one process: what C++ keeps of each, processes that were killed most of all, goes with it. It runs one
+of each kind before them."""
 
 
 def several(seeds: list[int], kind: str | None, show: bool, until: float, tell: Connection | None = None) -> list[str]:

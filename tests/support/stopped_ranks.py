@@ -36,15 +36,19 @@ RANKS = 3
 STEPS = 4
 """Steps before the rank stops; those of the others go on until they raise."""
 
+WIDTHS = [200, 310, 190]
+"""Of the model's layers."""
+
 Step = Callable[[], None]
 
 
 def _model() -> nn.Module:
-    return nn.Sequential(nn.Linear(200, 310), nn.ReLU(), nn.Linear(310, 190), nn.ReLU(), nn.Linear(190, 10))
+    a, b, c = WIDTHS
+    return nn.Sequential(nn.Linear(a, b), nn.ReLU(), nn.Linear(b, c), nn.ReLU(), nn.Linear(c, 10))
 
 
 def _backward(model: Callable[..., Any]) -> None:
-    model(torch.randn(8, 200)).square().mean().backward()
+    model(torch.randn(8, WIDTHS[0])).square().mean().backward()
 
 
 def attached(rule: str | None) -> Step:

@@ -160,7 +160,7 @@ def test_one_that_takes_too_long_has_a_second_try_alone_and_one_that_is_wrong_ha
     (tmp_path / "test_it.py").write_text(TESTS)
     options = ["-q", "-s", "-p", "no:cacheprovider", "-p", "tests.support.tiers", "-rA", "--rootdir", str(tmp_path)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    command = [sys.executable, "-m", "pytest", *options, "-m", tiers.FAST]
+    command = [sys.executable, "-m", "pytest", *options]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     out = done.stdout + done.stderr
     assert "PASSED test_it.py::test_too_long_at_first" in out, out

@@ -142,7 +142,7 @@ def script(kind: str, route: str, delay_s: float) -> None:
     """One rank's script; the interpreter ends after it."""
     torch.set_num_threads(1)
     if kind == "lost":
-        with contextlib.suppress(RuntimeError):  # without a hook it may be the backend's (ADR 12)
+        with contextlib.suppress(commlib.CommlibError):
             loses(route, delay_s)
         return
     if kind == "raises":

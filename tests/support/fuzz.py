@@ -185,7 +185,7 @@ def survive(reader: Reader, rng: random.Random) -> bool:
         took, peak = time.thread_time() - start, tracemalloc.get_traced_memory()[1] - held
         if took <= LONGEST_S and peak <= MOST_BYTES:
             break
-        if last:
+        if last or peak > MOST_BYTES:
             raise TooMuch(f"{took:.3g} s and {peak:,} bytes: {parts!r}")
     return alive
 

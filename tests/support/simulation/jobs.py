@@ -183,8 +183,10 @@ class Training(RankJob):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         if self.oddity == "late" and rank == self.odd:
             primitives.sleep(self.deadline_s / 2)
-            for each in range(self.size):  # all wait for this one, and may have a whole wait before them then
-                self.passes(each)
+            self.passes(rank)
+            if self.rule in ("local", "zero"):  # the others wait for its values, and only then for its word
+                for each in range(self.size):
+                    self.passes(each)
         made: Any
         if self.rule == "local":
             made = commlib.LocalSteps(model, "diloco", "int8", tau=2, optimizer=optimizer, timeout=self.deadline_s)

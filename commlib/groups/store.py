@@ -200,7 +200,7 @@ _OF_GROUPS: weakref.WeakKeyDictionary[Any, DeadlineStore] = weakref.WeakKeyDicti
 def store_of(group: Any) -> DeadlineStore:
     """The key-value store behind a process group; the same one for each call of a group.
 
-    It answers within the deadline of the group's collectives, or :data:`ANSWER_S` if that is longer.
+    It answers within the deadline of the group's collectives, and within :data:`ANSWER_S` where that is longer.
     """
     with contextlib.suppress(KeyError, TypeError):
         return _OF_GROUPS[group]

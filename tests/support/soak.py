@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import commlib
 from tests.support import script_ranks, stopped_ranks
 from tests.support.leaks import resident
 
@@ -31,19 +30,7 @@ MOST_BYTES = 5_000_000
 _FIRST = 500
 
 
-def server() -> stopped_ranks.Step:
-    """A model whose values parameter servers keep, beside the ranks."""
-    model = stopped_ranks._model()
-    made = commlib.ParameterServer(model, torch.optim.SGD(model.parameters(), lr=0.01), "ssp:1", "embedded")
-
-    def step() -> None:
-        stopped_ranks._backward(model)
-        made.step()
-
-    return step
-
-
-ROUTES = {**stopped_ranks.ROUTES, "server": server}
+ROUTES = {**stopped_ranks.ROUTES, "server": stopped_ranks.server}
 """Route → what makes a rank's model, and its step."""
 
 

@@ -104,6 +104,18 @@ def zero() -> Step:
     return step
 
 
+def server() -> Step:
+    """A model whose values parameter servers keep, beside the ranks."""
+    model = _model()
+    made = commlib.ParameterServer(model, torch.optim.SGD(model.parameters(), lr=0.01), "ssp:1", "embedded")
+
+    def step() -> None:
+        _backward(model)
+        made.step()
+
+    return step
+
+
 ROUTES: dict[str, Callable[[], Step]] = {
     "ddp": lambda: attached(None),
     **{

@@ -33,7 +33,7 @@ from .work import CollectiveWork
 
 _log = logging.getLogger("commlib")
 _LOOK_S = 0.25  # so long a call may lie there whose caller said that it would wait, and does not
-_GLANCE_S = 0.05
+_GLANCE_S = 0.05  # to hear of who is gone, while nobody else reads
 _SPARE = 2  # threads that serve and wait for calls; more of them end
 
 

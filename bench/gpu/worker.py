@@ -82,6 +82,7 @@ def main(job: RanksJob) -> list[Row]:
 
 
 def _train(contender: Configuration, job: RanksJob, device: torch.device) -> dict[str, Any]:
+    gc.collect()  # a model that was attached to is part of a cycle: the one before shall not count here
     course = Training(job.model, MODELS[job.model].batch, device)
     group = dist.new_group(timeout=_PATIENCE)
     model, comm = contender.wrap(course, group, _PATIENCE.total_seconds())
@@ -90,8 +91,6 @@ def _train(contender: Configuration, job: RanksJob, device: torch.device) -> dic
     finally:
         if comm is not None:
             comm.close()
-        del model
-        gc.collect()
         dist.destroy_process_group(group)
 
 

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commlib.ddp.compat import check_ddp
 from commlib.exchange.collectives import AllReduce
+from commlib.groups.process_groups import waits_on_stream
 from commlib.groups.world import World
 from commlib.runtime.autograd import ReadyHook, at_end_of_backward, before_forward, untraced
 from commlib.runtime.layers import all_parameters, trained_parameters
@@ -39,7 +40,10 @@ ROW = "buckets"
 
 
 def visible(ddp: DistributedDataParallel) -> bool:
-    """Whether this model's exchanges can be seen without a hook, and are of its gradients as they are. (CPU so far.)"""
+    """Whether this model's exchanges can be seen without a hook, and are of its gradients as they are.
+
+    On a GPU over NCCL only: Gloo takes a bucket there through the host, and the fence would come before it.
+    """
     unlike: tuple[Any, ...] = (
         ddp.find_unused_parameters,
         ddp.static_graph,
@@ -50,7 +54,8 @@ def visible(ddp: DistributedDataParallel) -> bool:
     )
     reduced = _said(ddp).get("num_parameter_tensors")
     parameters = reduced_parameters(ddp).values()
-    return not any(unlike) and reduced == len(parameters) and all(p.device.type == "cpu" for p in parameters)
+    seen = all(p.device.type == "cpu" or waits_on_stream(ddp.process_group, p.device) for p in parameters)
+    return not any(unlike) and reduced == len(parameters) and seen
 
 
 def reduced_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:

@@ -150,8 +150,12 @@ class LayerTask:
             self.rows(stripe).copy_(out)
 
     def vouch(self, payloads: Iterable[Tensor], spec: LayerSpec) -> None:
-        """Notes the scales of payloads that have been decoded to it, or to those of its rows that ``spec`` is."""
-        if self.grad.dtype == torch.float32:  # a shorter format may overflow where float32 does not
+        """Notes the scales of payloads that have been decoded to it, or to those of its rows that ``spec`` is.
+
+        Not on a GPU, where to look at a bucket's values takes less of the host than to look at each layer's scales.
+        """
+        # a shorter format may overflow where float32 does not
+        if self.grad.dtype == torch.float32 and not self.grad.is_cuda:
             self.scales.extend(s for s in (scales_of(self.codec, p, spec) for p in payloads) if s.numel())
 
     @property

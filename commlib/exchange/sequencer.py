@@ -198,7 +198,9 @@ class Sequencer:
     def here(
         self, label: str, collective: Collective, result: Tensor, meanwhile: Callable[[], None], every: float = LOOK_S
     ) -> torch.futures.Future[Tensor]:
-        """Like :meth:`single`, but it is this thread that waits, in C++: none is woken to wake it. Gloo, on the CPU.
+        """Like :meth:`single`, but it is this thread that waits, in C++: none is woken to wake it. On the CPU.
+
+        Inline nothing is issued: no thread waits there, and it is NCCL's watchdog that ends a wait for a lost rank.
 
         Args:
             label, collective, result: as there.
@@ -211,6 +213,9 @@ class Sequencer:
         trip = InFlightBucket(label, iter(()), result, trace=self.trace)
         if self._failed is not None:
             trip.fail(self._failed)
+            return trip.future
+        if self.inline:
+            trip.future.set_result(result)
             return trip.future
         self._issue(trip, [collective], 0)
         for work, _, start in trip.works:

@@ -14,15 +14,9 @@ from torch import Tensor
 from commlib.codecs.slots import Carry
 from commlib.compressors.kernels.gpu import block_statistics, cast, onebit, quantize
 from commlib.compressors.kernels.gpu.jit import interpreted, launch
+from commlib.compressors.kernels.gpu.places import largest, largest_moved, places_decode, places_encode
 from commlib.compressors.kernels.gpu.tiles import BLOCK, MOST, cut, packing
-from commlib.compressors.kernels.reference.codecs import (
-    inverse,
-    largest,
-    largest_moved,
-    places_decode,
-    places_encode,
-    strata,
-)
+from commlib.compressors.kernels.reference.codecs import inverse, strata
 from commlib.compressors.kernels.reference.random import key
 
 __all__ = [
@@ -33,6 +27,8 @@ __all__ = [
 
 name = "triton"
 _COLUMN = 8 * BLOCK  # the longest column that one program takes
+LANES = 128  # values that a warp reads at once
+_REGISTERS = 80  # of a thread with a column: three programs of eight warps run at a time
 _TRITS = 256  # bytes of them of a program
 
 
@@ -66,8 +62,8 @@ def two_means_encode(x: Tensor, payload: Tensor, column: int, carry: Carry | Non
         parts = triton.next_power_of_2(-(-column // width))
         several = max(1, 4 * BLOCK // (width * parts))
         launch(
-            onebit.columns_encode, -(-columns // several), x, *args, warps=max(4, parts),
-            CARRIED=carried, COLUMNS=several, PARTS=parts, WIDTH=width,
+            onebit.columns_encode, -(-columns // several), x, *args, warps=max(4, parts), registers=_REGISTERS,
+            CARRIED=carried, COLUMNS=several, PARTS=parts, CHUNKS=max(1, width // LANES), LANES=min(width, LANES),
         )  # fmt: skip
     else:
         sums, counts = block_statistics.sides(x, old, carried, column)

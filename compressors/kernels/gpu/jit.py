@@ -39,7 +39,26 @@ def _probe() -> None:
     """Kernel that shows whether Triton compiles or interprets."""
 
 
-def launch(kernel: Any, programs: int, like: Tensor, *args: Any, warps: int = 4, **constants: Any) -> None:
-    """Start so many programs of a kernel on the device of a tensor, on its current stream."""
-    with torch.cuda.device(like.device) if like.is_cuda else contextlib.nullcontext():
-        kernel[(programs,)](*args, num_warps=warps, **AS_WRITTEN, **constants)
+def launch(
+    kernel: Any,
+    programs: int,
+    like: Tensor,
+    *args: Any,
+    warps: int = 4,
+    registers: int | None = None,
+    **constants: Any,
+) -> None:
+    """Start so many programs of a kernel on the device of a tensor, on its current stream.
+
+    Args:
+        kernel: as :func:`jit` has made it.
+        programs: how many.
+        like: the tensor.
+        *args: of the kernel.
+        warps: of a program.
+        registers: that a thread may have at most: the fewer, the more programs run at a time.
+        **constants: of the kernel.
+    """
+    elsewhere = like.is_cuda and like.device.index != torch.cuda.current_device()
+    with torch.cuda.device(like.device) if elsewhere else contextlib.nullcontext():
+        kernel[(programs,)](*args, num_warps=warps, maxnreg=registers, **AS_WRITTEN, **constants)

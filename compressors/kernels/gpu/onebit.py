@@ -14,10 +14,23 @@ from commlib.compressors.kernels.gpu.tiles import floats, halved, joined, pack, 
 
 
 @jit
-def _whole(v: tl.tensor, COLUMNS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
-    """Sums of columns in PARTS rows each."""
-    parts = tl.reshape(halved(v, COLUMNS * PARTS, WIDTH), (COLUMNS, PARTS))
-    return halved(parts, COLUMNS, PARTS)
+def _whole(
+    values: tl.tuple, UPPER: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, CHUNKS: tl.constexpr,
+    LANES: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Sums of a side of columns in PARTS rows each, whose values are CHUNKS tensors, (COLUMNS·PARTS, LANES)."""
+    chunks: tl.tuple = ()
+    for k in tl.static_range(CHUNKS):
+        above = values[k] >= 0.0
+        chunks += (tl.where(above, values[k], 0.0) if UPPER else tl.where(above, 0.0, values[k]),)
+    for step in tl.static_range(10):
+        if CHUNKS >> step > 1:
+            fewer: tl.tuple = ()
+            for k in tl.static_range(CHUNKS >> (step + 1)):
+                fewer += (chunks[k] + chunks[k + (CHUNKS >> (step + 1))],)
+            chunks = fewer
+    rows = halved(chunks[0], COLUMNS * PARTS, LANES)
+    return halved(tl.reshape(rows, (COLUMNS, PARTS)), COLUMNS, PARTS)
 
 
 @jit
@@ -29,30 +42,43 @@ def _rows(x: tl.tensor, COLUMNS: tl.constexpr, PARTS: tl.constexpr) -> tl.tensor
 @jit
 def columns_encode(
     x: tl.tensor, old: tl.tensor, new: tl.tensor, payload: tl.tensor, head: tl.tensor, nbytes: tl.tensor, n: tl.tensor,
-    column: tl.tensor, CARRIED: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    column: tl.tensor, CARRIED: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, CHUNKS: tl.constexpr,
+    LANES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Two means, and all else, of columns that fit into a program: PARTS rows of WIDTH values each."""
+    """Two means, and all else, of columns that fit into a program: PARTS rows of CHUNKS·LANES values each.
+
+    A row's chunks are tensors of their own, of which a thread has the same places of each, and a warp rows of its own:
+    so the first halvings are additions within a thread, the next ones within a warp, and only the parts of a column are
+    summed across warps. (In one tensor Triton gives a row to all warps, and halves it by way of shared memory.)
+    """
     begin = tl.program_id(0).to(tl.int64) * COLUMNS
     r = tl.arange(0, COLUMNS * PARTS)[:, None]
-    of = begin + r // PARTS
-    first, last = of * column + r % PARTS * WIDTH, tl.minimum(of * column + column, n)
-    i = first + tl.arange(0, WIDTH)[None, :]
-    there = i < last
-    v = joined(x, old, i, there, CARRIED)
-    upper = (v >= 0.0) & there
-    ones = tl.sum(tl.reshape(tl.sum(upper.to(tl.int32), axis=1), (COLUMNS, PARTS)), axis=1)
+    row = (begin + r // PARTS) * column
+    first, last = row + r % PARTS * (CHUNKS * LANES), tl.minimum(row + column, n)
+    values: tl.tuple = ()
+    ones = tl.zeros((COLUMNS * PARTS, LANES), tl.int32)
+    for k in tl.static_range(CHUNKS):
+        i = first + k * LANES + tl.arange(0, LANES)[None, :]
+        v = joined(x, old, i, i < last, CARRIED)
+        ones += ((v >= 0.0) & (i < last)).to(tl.int32)
+        values += (v,)
+    many = tl.sum(tl.reshape(tl.sum(ones, axis=1), (COLUMNS, PARTS)), axis=1)
     c = begin + tl.arange(0, COLUMNS)
     there_are = (tl.minimum(c * column + column, n) - c * column).to(tl.int32)
-    sum_low = _whole(tl.where(upper, 0.0, v), COLUMNS, PARTS, WIDTH)
-    sum_up = _whole(tl.where(upper, v, 0.0), COLUMNS, PARTS, WIDTH)
-    low = tl.div_rn(sum_low, tl.maximum(there_are - ones, 1).to(tl.float32))
-    up = tl.div_rn(sum_up, tl.maximum(ones, 1).to(tl.float32))
+    low = tl.div_rn(
+        _whole(values, False, COLUMNS, PARTS, CHUNKS, LANES), tl.maximum(there_are - many, 1).to(tl.float32)
+    )
+    up = tl.div_rn(_whole(values, True, COLUMNS, PARTS, CHUNKS, LANES), tl.maximum(many, 1).to(tl.float32))
     tl.store(floats(payload) + 2 * c, low, mask=c * column < n)
     tl.store(floats(payload) + 2 * c + 1, up, mask=c * column < n)
-    pack(upper.to(tl.int32), payload + head, first, last, nbytes, COLUMNS * PARTS, WIDTH, 1, 8, 1)
-    if CARRIED:
-        left = v - tl.where(upper, _rows(up, COLUMNS, PARTS), _rows(low, COLUMNS, PARTS))
-        tl.store(new + i, left, mask=there)
+    low_of, up_of = _rows(low, COLUMNS, PARTS), _rows(up, COLUMNS, PARTS)
+    for k in tl.static_range(CHUNKS):
+        i = first + k * LANES + tl.arange(0, LANES)[None, :]
+        above = (values[k] >= 0.0) & (i < last)
+        bits, begins = above.to(tl.int32), first + k * LANES
+        pack(bits, payload + head, begins, last, nbytes, COLUMNS * PARTS, LANES, 1, 8, 1)
+        if CARRIED:
+            tl.store(new + i, values[k] - tl.where(above, up_of, low_of), mask=i < last)
 
 
 @jit

@@ -12,6 +12,8 @@ takes the payloads of several ranks, shape (P, bytes), and adds them in order of
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -171,6 +173,7 @@ def _over(number: int, y: Tensor) -> Tensor:
     return torch.full_like(y, number) / y
 
 
+@functools.cache
 def inverse(levels: int) -> float:
     """1/L in float32."""
     return float(1 / torch.tensor(float(levels), dtype=torch.float32))

@@ -72,9 +72,13 @@ def largest_moved(
         k, carry: as in :func:`largest`, whose result it is.
         m: the momentum.
     """
+    return largest(moved(g, m, old, u, carry, nesterov=nesterov), k)
+
+
+def moved(g: Tensor, m: float, old: Tensor, u: Tensor, carry: Carry, *, nesterov: bool) -> Tensor:
+    """What :func:`largest_moved` looks at, shape (n,); arguments as there."""
     torch.mul(old, m, out=u).add_(g)
-    v = torch.add(carry.old, torch.mul(u, m).add_(g) if nesterov else u, out=carry.new)
-    return largest(v.view(-1), k)
+    return torch.add(carry.old, torch.mul(u, m).add_(g) if nesterov else u, out=carry.new).view(-1)
 
 
 def strata(n: int, k: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
+from commlib.ddp import config
 from commlib.ddp.observer import handed_over
+from commlib.exchange import lanes
 from commlib.groups.world import World
 from tests.support.rank_pool import Fleet
 from tests.support.tiny_ddp import Trainer, head, owed, same_everywhere
@@ -105,6 +108,38 @@ def test_dense_has_no_hook_equals_ddp_bit_for_bit_and_counts_what_a_hook_would(f
         assert sent == by_hook == dense == dense_by_hook > 0
         assert abs(found["layers"] - sent) <= 6
         assert found["discarded"] == (5, 1)
+
+
+def without_waiting(world: World) -> dict[str, Any]:
+    """As over NCCL, whose waits hold no thread up."""
+    with contextlib.ExitStack() as patches:
+        for module in (config, lanes):
+            patches.enter_context(mock.patch.object(module, "waits_on_stream", return_value=True))
+        ours, plain = wrapped(), wrapped()
+        comm = commlib.attach(ours)
+    tracks = comm._sequencer.tracks
+    with mock.patch.object(tracks, "issue", side_effect=tracks.issue) as issue:
+        for i in range(4):
+            for model in (ours, plain):
+                step(model, batch(world, i))
+        before, found = hooked(ours), {"equal": equal(ours, plain), "issued": issue.call_count}
+        comm.swap("onebit")
+        for i in range(4, 7):
+            step(ours, batch(world, i))
+    stats = comm.stats()
+    comm.close()
+    replicas = same_everywhere(world, next(ours.parameters()))
+    more = {"hooks": (before, hooked(ours)), "steps": stats.steps, "replicas": replicas, "coded": issue.call_count}
+    return found | more
+
+
+def test_where_no_thread_waits_there_is_no_fence_and_steps_are_counted(fleet: Fleet) -> None:
+    for found in fleet.run(2, without_waiting):
+        assert found["hooks"] == (False, True)
+        assert found["equal"]
+        assert found["replicas"]
+        assert found["issued"] == 0 < found["coded"]
+        assert found["steps"] == 7
 
 
 # -- what counts as an exchange -----------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from commlib.telemetry.stats import Meter, Stats
+from commlib.telemetry.stats import SAMPLED, Meter, Stats
 
 CPU = torch.device("cpu")
 
@@ -33,3 +33,34 @@ def test_layers_without_values_have_no_share_and_do_no_harm() -> None:
     bucket = Meter.of_all(CPU, [(empty, 0)])
     bucket.add_sent(8)
     assert empty.sent() == 0
+
+
+def test_on_a_gpu_one_call_in_some_is_timed_and_stands_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            made.append(self)
+
+        def record(self) -> None:
+            """Costs nothing here."""
+
+        synchronize = record
+
+        def query(self) -> bool:
+            return True
+
+        def elapsed_time(self, end: object) -> float:
+            return 2.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    meter = Meter(torch.device("cuda"))
+    seen = {}
+    for call in range(1, 10 * SAMPLED + 2):
+        with meter.timed("compress"):
+            pass
+        seen[call] = meter.seconds()["compress"]
+    assert len(made) == 2 * 11
+    assert all(seen[c] == pytest.approx(0.002 * c) for c in range(1, 10 * SAMPLED + 2, SAMPLED))
+    assert list(seen.values()) == sorted(seen.values())
+    assert meter.seconds()["decompress"] == 0

@@ -17,8 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from commlib.codecs.slots import Carry
 from commlib.compressors.kernels.dispatch import Kernels
 from commlib.compressors.kernels.gpu import block_statistics, codecs
+from commlib.compressors.kernels.reference.bitpack import elias_fano_nbytes
 from commlib.compressors.kernels.reference.fixed_order_sums import fold
 from tests.support.kernel_cases import LOOPS, PLAIN, Loop, check_decoding, check_encoding, same, vectors
 
@@ -86,6 +88,54 @@ def test_an_orthonormal_basis_is_one_of_the_same_columns(device: str) -> None:
     COMPILED.orthonormal(basis, spare.to(device))
     PLAIN.orthonormal(wanted, spare)
     assert torch.allclose(basis.cpu() @ basis.cpu().T, wanted @ wanted.T, atol=1e-5)
+
+
+@devices
+@few
+@given(x=vectors(), share=st.sampled_from([0, 0.0005, 0.01, 0.3, 0.9, 1]), carried=st.booleans())
+def test_takes_the_largest_that_the_reference_takes(device: str, x: Tensor, share: float, carried: bool) -> None:
+    k = min(len(x), -(-int(share * 10000) * len(x) // 10000))
+    old = torch.linspace(-1e-3, 1e-3, len(x))
+    kept, left = torch.full_like(x, 7).to(device), torch.full_like(x, 7)
+    places, values = COMPILED.largest(x.to(device), k, Carry(old.to(device), kept) if carried else None)
+    wanted, theirs = PLAIN.largest(x, k, Carry(old, left) if carried else None)
+    assert torch.equal(places.cpu(), wanted)
+    assert same(values.cpu(), theirs)
+    assert same(kept.cpu(), left)
+
+
+@devices
+@settings(few, max_examples=40)
+@given(data=st.data(), n=st.one_of(st.integers(1, 300), st.integers(1, 10**12)))
+def test_codes_places_as_the_reference_does(device: str, data: st.DataObject, n: int) -> None:
+    some = sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=1, max_size=100)))
+    check_places(device, torch.tensor(some), n)
+
+
+@devices
+@pytest.mark.parametrize("each", [1, 2, 7, 300, 40_000])
+def test_codes_more_places_than_a_program_has(device: str, each: int) -> None:
+    steps = torch.randint(1, 2 * each, (9001,), generator=torch.Generator().manual_seed(each))
+    check_places(device, steps.cumsum(0), int(steps.sum()) + 1)
+
+
+def check_places(device: str, places: Tensor, n: int) -> None:
+    coded, wanted = (torch.full((elias_fano_nbytes(n, len(places)) + 1,), 255, dtype=torch.uint8) for _ in range(2))
+    on = coded.to(device)
+    COMPILED.places_encode(places.to(device), n, on[1:])  # at any boundary
+    PLAIN.places_encode(places, n, wanted[1:])
+    assert torch.equal(on.cpu(), wanted)
+    assert torch.equal(COMPILED.places_decode(on[1:], n, len(places)).cpu(), places)
+
+
+@devices
+@few
+@given(data=st.binary(min_size=40, max_size=40), k=st.integers(1, 60))
+def test_places_are_within_the_layer_whatever_the_bytes_are(device: str, data: bytes, k: int) -> None:
+    payload = torch.tensor(list(data), dtype=torch.uint8)[: elias_fano_nbytes(100, k)]
+    places = COMPILED.places_decode(payload.to(device), 100, k)
+    assert len(places) == k
+    assert 0 <= places.min() <= places.max() < 100
 
 
 @pytest.mark.gpu

@@ -15,8 +15,9 @@ from triton.compiler import ASTSource
 
 from commlib.codecs.slots import Carry
 from commlib.compressors.kernels.dispatch import Kernels
-from commlib.compressors.kernels.gpu import block_statistics, codecs
+from commlib.compressors.kernels.gpu import block_statistics, codecs, places
 from commlib.compressors.kernels.gpu.jit import AS_WRITTEN
+from commlib.compressors.kernels.reference.bitpack import elias_fano_nbytes
 from tests.support.kernel_cases import LOOPS
 from tests.support.tiers import full
 
@@ -48,14 +49,22 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Takes the assembly of every kernel instead of its run."""
     texts: list[str] = []
 
-    def launch(kernel: Any, programs: int, like: Tensor, *args: Any, warps: int = 4, **constants: Any) -> None:
+    def launch(
+        kernel: Any,
+        programs: int,
+        like: Tensor,
+        *args: Any,
+        warps: int = 4,
+        registers: int | None = None,
+        **constants: Any,
+    ) -> None:
         assert programs > 0
         named = dict(zip(kernel.arg_names, args, strict=False))
         texts.append(assembly(GPUTarget("cuda", 80, 32), kernel, warps, named, constants))
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(codecs, "launch", launch)
-    monkeypatch.setattr(block_statistics, "launch", launch)
+    for module in (codecs, block_statistics, places):
+        monkeypatch.setattr(module, "launch", launch)
     return texts
 
 
@@ -73,3 +82,13 @@ def test_it_compiles_and_fuses_approximates_and_flushes_nothing(compiled: list[s
     assert compiled
     for text in compiled:
         assert not re.findall(r"fma\.\S+|(?:add|sub|mul|div|sqrt)\.\S*ftz\S*|(?:div|sqrt)\.(?:full|approx)\S*", text)
+
+
+@pytest.mark.parametrize("k", [70, *full(1, 3000)])  # few bits of a place go into fields, or none
+def test_what_finds_and_codes_the_largest_compiles(compiled: list[str], k: int) -> None:
+    x, n = torch.ones(4100), 4100
+    found, _ = codecs.largest(x, k)
+    payload = torch.zeros(elias_fano_nbytes(n, k), dtype=torch.uint8)
+    codecs.places_encode(found, n, payload)
+    codecs.places_decode(payload, n, k)
+    assert len(compiled) == 5

@@ -11,7 +11,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all gpu test-steady test-torch test-mutants simulate chaos fuzz lint docs bench wheel-test test-torch27 spark clean types
+.PHONY: help demo test test-all gpu test-steady test-torch test-mutants simulate soak chaos fuzz lint docs bench wheel-test test-torch27 spark clean types
 
 # Where Python may keep no bytecode every process compiles commlib anew: half of what it takes to import it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -30,8 +30,8 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 test: $(READY)  ## the fast tier of the tests, some minutes; with what ARGS adds: make test ARGS="-k onebit"
 	$(PYTEST) -m "not full" $(ARGS)
 
-test-all: $(READY)  ## all tests there are, more than an hour; hypothesis searches anew
-	$(PYTEST) --hypothesis-profile=fresh $(ARGS)
+test-all: $(READY)  ## both tiers of the tests; hypothesis searches anew. What takes longer: test-torch, simulate, soak
+	$(PYTEST) -m "not long" --hypothesis-profile=fresh $(ARGS)
 
 test-steady: $(READY)  ## the fast tier ten times while other processes want the cores: is a test ever red by chance?
 	$(BIN)/python -m tests.support.steady --workers $(WORKERS) $(ARGS)
@@ -47,6 +47,9 @@ test-mutants: $(READY)  ## put faults into the core one by one, and see that the
 
 simulate: $(READY)  ## simulated histories of whole jobs, with faults; ARGS="--seed N --histories N --minutes M"
 	$(BIN)/python -m tests.support.simulation $(ARGS)
+
+soak: $(READY)  ## memory of trainings of 12,000 steps, on every route over Gloo and zmq: a table
+	$(BIN)/python -m tests.support.soak 12000 $(ARGS)
 
 chaos: $(READY)  ## 100 trainings whose processes are killed at random moments; ARGS="--runs N --seed S"
 	$(BIN)/python -m commlib.bench.chaos --runs 100 $(ARGS)

@@ -108,7 +108,11 @@ TOLD = {
 IN_A_LAB = re.compile(r"(?:COMMLIB_INSECURE=1 )?commlib bench lab .*-- (python (train|job|figure)\.py.*|sh -c .*)")
 """Run with a program that says which rank it is."""
 
-ELSEWHERE = {"make docs": "tests/docs/test_site.py", "make simulate": "tests/integration/test_simulation.py"}
+ELSEWHERE = {
+    "make docs": "tests/docs/test_site.py",
+    "make simulate": "tests/integration/test_simulation.py",
+    "make soak": "tests/integration/test_soak.py",
+}
 """Its recipe is what that test runs."""
 
 NEEDS = {"make spark": "needs Spark and Java", "make test-torch27": "needs torch 2.7"}

@@ -37,6 +37,7 @@ def test_they_end_right_or_by_a_named_error_in_time(fleet: Fleet, kind: str, cou
 
 
 @pytest.mark.full
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_ten_thousand_new_ones_end_right_or_by_a_named_error_in_time() -> None:
     seed = time.time_ns() // 1_000_000_000 * 10_000

@@ -7,15 +7,25 @@ import sys
 
 import pytest
 
+from tests.docs.treated import recipe
 from tests.support.soak import ROUTES
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("backend", ["gloo", "zmq"])
-@pytest.mark.parametrize("route", ROUTES)
-def test_twelve_thousand_steps_take_no_more_memory_than_five_hundred(route: str, backend: str) -> None:
-    command = [sys.executable, "-m", "tests.support.soak", "12000", backend, route]
+@pytest.mark.parametrize(
+    ("steps", "route"),
+    [
+        *((900, route) for route in ("auto", "onebit", "local", "server")),
+        *(pytest.param(12_000, route, marks=pytest.mark.long) for route in ROUTES),
+    ],
+)
+def test_later_steps_take_no_more_memory_than_the_first(steps: int, route: str, backend: str) -> None:
+    (words,) = recipe("make soak")
+    *command, most = words.split()[1:]
+    assert steps <= int(most)
+    command = [sys.executable, *command, str(steps), backend, route]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert f"| {backend} | {route} |" in done.stdout

@@ -28,17 +28,22 @@ ZMQ: dict[str, str] = {
 """Test of collectives that passes over Gloo → why it does not over zmq."""
 
 
+some_of_them = pytest.mark.parametrize("one_in", [6, pytest.param(1, marks=pytest.mark.long)])
+
+
 @pytest.mark.timeout(1500)
 @pytest.mark.full
-def test_models_that_are_attached_pass_pytorchs_tests_of_ddp() -> None:
-    passed, other = compare("ddp", "plain", ("none", "auto", "factors"))
-    assert passed >= 50
+@some_of_them
+def test_models_that_are_attached_pass_pytorchs_tests_of_ddp(one_in: int) -> None:
+    passed, other = compare("ddp", "plain", ("none", "auto", "factors"), one_in)
+    assert passed >= 50 // one_in - 2
     assert {name for ended in other.values() for name in ended} <= DDP.keys(), other
 
 
 @pytest.mark.timeout(1500)
 @pytest.mark.full
-def test_collectives_over_zmq_pass_pytorchs_tests() -> None:
-    passed, other = compare("collectives", "gloo", ["zmq"])
-    assert passed >= 100
+@some_of_them
+def test_collectives_over_zmq_pass_pytorchs_tests(one_in: int) -> None:
+    passed, other = compare("collectives", "gloo", ["zmq"], one_in)
+    assert passed >= 100 // one_in - 4
     assert other["zmq"].keys() <= ZMQ.keys(), other

@@ -197,15 +197,21 @@ _OF_DDP = re.compile(
 """Names of tests that may make a DDP model."""
 
 
-def compare(kind: str, first: str, others: Sequence[str]) -> tuple[int, dict[str, dict[str, str]]]:
+def compare(kind: str, first: str, others: Sequence[str], one_in: int = 1) -> tuple[int, dict[str, dict[str, str]]]:
     """How tests end that pass in a first way, each way in a process of its own.
+
+    Args:
+        kind: ``ddp`` or ``collectives``.
+        first: way, as of the command.
+        others: ways.
+        one_in: of so many tests one is run.
 
     Returns:
         How many pass in the first way; and for each of the other ways name → outcome of those that do not pass so.
     """
     with tempfile.TemporaryDirectory() as folder:
         marks = Path(folder)
-        names = [name for name in every_name() if bool(_OF_DDP.search(name)) == (kind == "ddp")]
+        names = [name for name in every_name() if bool(_OF_DDP.search(name)) == (kind == "ddp")][::one_in]
         passed = [name for name, how in outcomes(kind, first, names, marks).items() if how == "ok"]
         if kind == "ddp":
             made, hooked = ({f.stem for f in marks.glob(f"*.{mark}")} for mark in ("made", "hooked"))

@@ -76,7 +76,7 @@ def largest_moved(
 
 
 def moved(g: Tensor, m: float, old: Tensor, u: Tensor, carry: Carry, *, nesterov: bool) -> Tensor:
-    """Gradient, momentum and residual of :func:`largest_moved`, whose arguments these are, as one vector, shape (n,)."""
+    """Vector, shape (n,), of which :func:`largest_moved`, whose arguments these are, takes the largest values."""
     torch.mul(old, m, out=u).add_(g)
     return torch.add(carry.old, torch.mul(u, m).add_(g) if nesterov else u, out=carry.new).view(-1)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from commlib.exchange.collectives import Among, Collective
+from commlib.runtime.streams import complete
 from commlib.telemetry.trace import NONE, Trace
 
 
@@ -65,7 +66,7 @@ class InFlightBucket:
         """Complete the bucket's future: the exchange is through."""
         if self.trace.enabled:
             self._note(self._row, self._began, about=self.label)
-        self.future.set_result(self.result)
+        complete(self.future, self.result, self.result.device)
 
     def fail(self, error: BaseException) -> None:
         """Complete the bucket's future with this error."""

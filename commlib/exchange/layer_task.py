@@ -17,6 +17,7 @@ from commlib.errors import WrongGradient
 from commlib.exchange.buffers import StepBuffers
 from commlib.exchange.collectives import Payers
 from commlib.runtime.scratch import scratch
+from commlib.runtime.streams import accelerator
 from commlib.telemetry.stats import Meter
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ class LayerTask:
         Not on a GPU, where to look at a bucket's values takes less of the host than to look at each layer's scales.
         """
         # a shorter format may overflow where float32 does not
-        if self.grad.dtype == torch.float32 and not self.grad.is_cuda:
+        if self.grad.dtype == torch.float32 and accelerator(self.grad.device) is None:
             self.scales.extend(s for s in (scales_of(self.codec, p, spec) for p in payloads) if s.numel())
 
     @property

@@ -55,6 +55,7 @@ from torch import Tensor
 
 from commlib.exchange.collectives import Collective, Scope, scope_of
 from commlib.exchange.in_flight import InFlightBucket, reason, through
+from commlib.runtime import streams
 from commlib.runtime.autograd import LOOK_S
 from commlib.telemetry.stats import ranged
 from commlib.telemetry.trace import NONE, Trace
@@ -163,13 +164,12 @@ class Sequencer:
             rounds: the exchange.
             result: what it fills.
         """
-        cuda = result.device.type == "cuda"
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[result.device] if cuda else [])
+        future: torch.futures.Future[Tensor] = streams.future(result.device)
         trip = InFlightBucket(label, rounds, result, future, trace=self.trace)
-        if cuda:
-            stream = self._stream(result.device)
-            stream.wait_stream(torch.cuda.current_stream(result.device))
-            (result._values() if result.is_sparse else result).record_stream(stream)
+        if (by := streams.accelerator(result.device)) is not None:
+            stream = self._stream(by, result.device)
+            stream.wait_stream(by.current(result.device))
+            by.keep(result._values() if result.is_sparse else result, stream)
         self._start()
         with self._on_stream(result.device):
             self._advance(trip, 0)
@@ -182,7 +182,7 @@ class Sequencer:
 
     def single(self, label: str, collective: Collective, result: Tensor) -> torch.futures.Future[Tensor]:
         """Like :meth:`submit`, of a bucket that is one collective of all ranks, with nothing to compute after it."""
-        if self.inline or result.device.type == "cuda" or self._failed is not None:
+        if self.inline or streams.accelerator(result.device) is not None or self._failed is not None:
             return self.submit(label, iter([[collective]]), result)
         trip = InFlightBucket(label, iter(()), result, trace=self.trace)
         self._issue(trip, [collective], 0)
@@ -346,14 +346,15 @@ class Sequencer:
 
     # -- streams --------------------------------------------------------------------------------
 
-    def _stream(self, device: torch.device) -> Any:
+    def _stream(self, by: streams.Accelerator, device: torch.device) -> Any:
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._streams[device] = by.stream(device)
         return self._streams[device]
 
     @contextlib.contextmanager
     def _on_stream(self, device: torch.device) -> Iterator[None]:
         """Side stream for all of a device's exchanges, in hook and lanes alike; nothing on the CPU."""
-        stream = torch.cuda.stream(self._stream(device)) if device.type == "cuda" else contextlib.nullcontext()
+        by = streams.accelerator(device)
+        stream = contextlib.nullcontext() if by is None else by.use(self._stream(by, device))
         with stream, torch.no_grad():
             yield

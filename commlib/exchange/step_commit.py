@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from commlib.codecs.memory_store import MemoryStore
-from commlib.runtime.streams import Readback
+from commlib.runtime.streams import Readback, accelerator, joined
 from commlib.telemetry.recorder import TRACK
 from commlib.telemetry.trace import NONE
 
@@ -138,7 +138,7 @@ class _Range:
 
     def _below(self, values: Tensor, limit: float) -> bool:
         """Whether the root of their squares' sum is: on the CPU that is seen in two thirds of the time."""
-        if values.dtype != torch.float32 or values.is_cuda:
+        if values.dtype != torch.float32 or accelerator(values.device) is not None:
             return False
         torch.linalg.vector_norm(values, out=self._ends[0])
         return self._ends[0].item() < limit  # a NaN is not
@@ -151,6 +151,7 @@ class _Range:
 def _came_through(future: torch.futures.Future[Tensor]) -> bool:
     try:
         future.wait()
+        joined(future)
     except Exception:  # DDP has raised it to the user already
         return False
     return True

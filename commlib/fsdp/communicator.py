@@ -40,6 +40,7 @@ from commlib.groups.process_groups import waits_on_stream
 from commlib.groups.world import World
 from commlib.monitoring.log import Monitor
 from commlib.planning.plan import Plan
+from commlib.runtime import streams
 from commlib.runtime.amp import LossScale
 from commlib.runtime.autograd import at_end_of_backward, wait
 from commlib.runtime.exit import close_at_exit
@@ -293,9 +294,9 @@ def _kind(op: Any) -> Any:
 
 
 def _done(device: torch.device) -> torch.futures.Future[Tensor]:
-    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
-    future.set_result(torch.empty(0, dtype=torch.float32, device=device))
-    return future
+    done: torch.futures.Future[Tensor] = streams.future(device)
+    streams.complete(done, torch.empty(0, dtype=torch.float32, device=device), device)
+    return done
 
 
 def _future_of(work: Any) -> torch.futures.Future[Any]:

@@ -29,6 +29,7 @@ from commlib.planning.policy import policy_of
 from commlib.planning.route import Rules
 from commlib.runtime.amp import mend
 from commlib.runtime.layers import SubModel, inside, refuse_complex, refuse_sparse, trained_parameters
+from commlib.runtime.streams import accelerator
 from commlib.telemetry.stats import Stats
 
 
@@ -295,8 +296,8 @@ class LocalSteps:
     def _ready(self) -> float:
         """When this rank is ready to meet, and its device has done what it was told."""
         for block in self._fragments[0].blocks[:1]:
-            if block.shared.is_cuda:
-                torch.cuda.synchronize(block.shared.device)
+            if (by := accelerator(block.shared.device)) is not None:
+                by.wait(block.shared.device)
         return time.monotonic()
 
     def _learn(self, began: float, board: Coordinator) -> None:

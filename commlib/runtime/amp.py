@@ -19,7 +19,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
 from commlib.errors import CommlibError
-from commlib.runtime.streams import Readback
+from commlib.runtime.streams import Readback, accelerator
 
 
 def finite(values: Tensor) -> bool:
@@ -125,7 +125,7 @@ class LossScale:
             raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
         self._scaler = scaler
         self._copy, self._copying = Readback(), False
-        if scaler is not None and next(module.parameters()).is_cuda:
+        if scaler is not None and accelerator(next(module.parameters()).device) is not None:
             module.register_forward_pre_hook(self._start)
 
     def now(self) -> float:

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from commlib.runtime.streams import joined
+
 LOOK_S = 0.5
 """Seconds between two looks of a thread that waits: has another rank given up, or does it call the roll?"""
 
@@ -133,6 +135,7 @@ def wait(future: torch.futures.Future[Tensor], meanwhile: Callable[[], None], ev
         except queue.Empty:  # a slow link, or a rank that is gone
             meanwhile()
     future.wait()
+    joined(future)
 
 
 def _run(call: Callable[[], None]) -> None:

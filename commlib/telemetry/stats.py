@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.autograd.profiler as profiler
 
+from commlib.runtime.streams import accelerator
+
 _NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
 
@@ -143,7 +145,7 @@ class Meter:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._shares: list[tuple[Meter, float]] = []
         self.device = device
-        self._cuda = device.type == "cuda"
+        self._by = accelerator(device)
         self._calls = dict.fromkeys(PHASES, 0)
         self._events: list[tuple[str, int, Any, Any]] = []
 
@@ -163,7 +165,7 @@ class Meter:
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """The same, unseen."""
-        if not self._cuda:
+        if self._by is None:
             start = time.perf_counter()
             yield
             self._seconds[name] += time.perf_counter() - start
@@ -173,7 +175,7 @@ class Meter:
         if self._calls[name] % SAMPLED != 1:
             yield
             return
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin, end = self._by.event(timing=True), self._by.event(timing=True)
         begin.record()
         yield
         end.record()

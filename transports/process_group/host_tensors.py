@@ -28,33 +28,36 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from commlib.runtime.streams import Accelerator, accelerator
+
 
 @functools.cache
-def _streams(device: torch.device) -> tuple[Any, Any]:
-    return torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _streams(by: Accelerator, device: torch.device) -> tuple[Any, Any]:
+    return by.stream(device), by.stream(device)
 
 
 class Staged:
     """Tensor of one call, in the host's memory.
 
     Args:
-        tensor: on a CUDA device, any shape and strides.
+        by: the accelerator of its device.
+        tensor: in a device's memory, any shape and strides.
         read: its values are wanted; else only room for new ones.
     """
 
-    def __init__(self, tensor: Tensor, *, read: bool) -> None:
-        self._tensor, self._read = tensor, read
-        self._out, self._back = _streams(tensor.device)
-        self._begun, self._there, self._filled = (torch.cuda.Event() for _ in range(3))  # type: ignore[no-untyped-call]
-        self._begun.record(torch.cuda.current_stream(tensor.device))
-        self.host = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
+    def __init__(self, by: Accelerator, tensor: Tensor, *, read: bool) -> None:
+        self._by, self._tensor, self._read = by, tensor, read
+        self._out, self._back = _streams(by, tensor.device)
+        self._begun, self._there, self._filled = (by.event() for _ in range(3))
+        self._begun.record(by.current(tensor.device))
+        self.host = by.pinned((tensor.numel(),), tensor.dtype)
         if read:
-            with torch.cuda.stream(self._out):
+            with by.use(self._out):
                 self._out.wait_event(self._begun)
                 whole = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
                 self.host.copy_(whole, non_blocking=True)
                 self._there.record(self._out)
-            tensor.record_stream(self._out)
+            by.keep(tensor, self._out)
 
     @property
     def device(self) -> torch.device:
@@ -72,15 +75,15 @@ class Staged:
             self._back.wait_event(self._begun)
             self._tensor.copy_(self.host.view(self._tensor.shape), non_blocking=True)
             self._filled.record(self._back)
-        self._tensor.record_stream(self._back)
+        self._by.keep(self._tensor, self._back)
 
     def join(self) -> None:
         """Order this thread's stream, from now on, after that copy."""
-        torch.cuda.current_stream(self._tensor.device).wait_event(self._filled)
+        self._by.current(self._tensor.device).wait_event(self._filled)
 
     def after(self) -> Any:
         """A context: what is given to the current stream comes after that copy."""
-        return torch.cuda.stream(self._back)
+        return self._by.use(self._back)
 
 
 class HostTensors(Protocol):
@@ -112,8 +115,9 @@ class HostTensor:
         self._tensor = tensor = tensor.detach()
         self.staged: Sequence[Staged] = ()
         self._itself = False
-        if tensor.is_cuda:
-            self.staged = [Staged(tensor, read=read)]
+        by = accelerator(tensor.device)
+        if by is not None and by.has(tensor):
+            self.staged = [Staged(by, tensor, read=read)]
             self.values = self.staged[0].host
         elif tensor.device.type != "cpu":
             raise ValueError(f"the zmq backend carries tensors of the CPU and of CUDA devices, got {tensor.device}")

@@ -35,7 +35,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from commlib.runtime.streams import CopyStream, StreamEvent, host
+from commlib.runtime.streams import CopyStream, StreamEvent, accelerator, host
 from commlib.server.job.chunks import Chunk
 from commlib.server.worker.buffer_planner import BufferPlanner, BufferUse, plan
 
@@ -261,7 +261,7 @@ class PrefetchCache:
             handed.result()  # what asks for them
         values, included = self._answers.values(key)
         there = values
-        if self._device.type == "cuda":
+        if accelerator(self._device) is not None:
             there = host(values.numel(), values.dtype, self._device)
             there.copy_(values)
         return (row, included), self._in_lane.copy(row, there, *after)

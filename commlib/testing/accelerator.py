@@ -1,0 +1,414 @@
+"""Simulated accelerator: tensors of the CPU stand for a device's, and a use that streams do not order is an error.
+
+    with SimulatedAccelerator() as gpu:
+        …  # a training with commlib
+    assert gpu.waits == []
+
+What is asked for is done at once. Simulated is what a device with CUDA's streams would guarantee: a stream does its
+work in order, and is behind another one only where an event or ``wait_stream`` says so. Every stream, and the host, has
+a vector clock (Fidge 1988, Mattern 1989), and every range of memory the last write and the reads since then. A use
+whose clock does not cover them could come first on a device: that is a race, whether or not it would ever show.
+
+Memory is handed out as by PyTorch's caching allocator: what is freed may at once be given to whoever asks on the stream
+where it was allocated. So a use on another stream must be behind that one's clock by then, or announced by
+``record_stream``.
+
+It sees torch operators, in threads that are in its context or in :meth:`SimulatedAccelerator.use`. Loops that numba
+compiles are not seen: take the reference (``COMMLIB_KERNELS=reference``). Memory of the host is what :meth:`pinned`
+made; every other tensor is the device's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import threading
+import traceback
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from commlib.errors import CommlibError
+from commlib.runtime.streams import simulated
+
+_HOST = 0
+_READ_BY_HOST = {
+    Tensor.tolist, Tensor.numpy, Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__,
+}  # fmt: skip
+
+Clock = dict[int, int]
+"""Stream → how many of its operations are done, as far as is known."""
+
+
+class StreamRace(CommlibError):
+    """Use of memory that no stream and no event orders behind another use of it."""
+
+
+class SimulatedStream:
+    """Queue of a device's work, as ``torch.cuda.Stream``.
+
+    Args:
+        by: accelerator that it is of.
+        name: for errors.
+    """
+
+    def __init__(self, by: SimulatedAccelerator, name: str) -> None:
+        self._by, self.name = by, name
+        self.number = by.enter(self)
+        self.clock: Clock = {}
+
+    def wait_stream(self, other: SimulatedStream) -> None:
+        """Later work of this stream is behind all that the other one has."""
+        merge(self.clock, other.clock)
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        """Later work of this stream is behind the event; one that was never recorded is past."""
+        merge(self.clock, event.clock)
+
+    def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
+        """An event at the end of all that it has been given so far."""
+        event = event or SimulatedEvent(self._by)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """The host waits for all it has."""
+        self._by.host_waits("stream.synchronize()", self.clock)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class SimulatedEvent:
+    """Moment in a stream's work, as ``torch.cuda.Event``.
+
+    Args:
+        by: accelerator that it is of.
+    """
+
+    def __init__(self, by: SimulatedAccelerator) -> None:
+        self._by, self.clock = by, Clock()
+
+    def record(self, stream: SimulatedStream | None = None) -> None:
+        """Take the stream's work so far; by default the current one's."""
+        self.clock = dict((stream or self._by.current()).clock)
+
+    def wait(self, stream: SimulatedStream | None = None) -> None:
+        """Make a stream wait for it; by default the current one."""
+        (stream or self._by.current()).wait_event(self)
+
+    def query(self) -> bool:
+        """Whether the host knows that it is past."""
+        return covers(self._by.host, self.clock)
+
+    def synchronize(self) -> None:
+        """The host waits for it. Not counted: what is asked for a step later is there."""
+        merge(self._by.host, self.clock)
+
+    def elapsed_time(self, end: SimulatedEvent) -> float:
+        """Milliseconds: none pass here."""
+        return 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Access:
+    """Use of some bytes of a storage.
+
+    Args:
+        first, last: bytes, the last one excluded.
+        writes: whether it may have changed them.
+        stream: number of the stream.
+        tick: which operation of it.
+        what: its name and where it was asked for.
+    """
+
+    first: int
+    last: int
+    writes: bool
+    stream: int
+    tick: int
+    what: str
+
+
+@dataclasses.dataclass
+class SimulatedMemory:
+    """Storage that is in use.
+
+    Args:
+        alive: expires with it.
+        home: number of the stream on which it was allocated.
+        of_host: whether it is pinned memory.
+    """
+
+    alive: Any
+    home: int
+    of_host: bool = False
+    kept: dict[int, int] = dataclasses.field(default_factory=dict)
+    accesses: list[Access] = dataclasses.field(default_factory=list)
+
+
+class SimulatedAccelerator:
+    """Accelerator that is simulated; a context in which the CPU's tensors are its own, and every use is checked.
+
+    Attributes:
+        host: what the host knows to be done.
+        waits: why the host has waited for the device, each time.
+        operations: how many were seen.
+
+    Raises:
+        StreamRace: from the operation that is not ordered; or, where memory was freed, from the next one.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._local = threading.RLock(), threading.local()
+        self._numbers = itertools.count(1)
+        self._streams: dict[int, SimulatedStream] = {}
+        self._memory: dict[int, SimulatedMemory] = {}
+        self._done: weakref.WeakKeyDictionary[Any, Clock] = weakref.WeakKeyDictionary()
+        self.host: Clock = {}
+        self.waits: list[str] = []
+        self.operations = 0
+        self._default = SimulatedStream(self, "default stream")
+        self._contexts = contextlib.ExitStack()
+
+    def __enter__(self) -> SimulatedAccelerator:
+        self._contexts.enter_context(simulated(self))
+        self._contexts.enter_context(self.use(self._default))
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._contexts.close()
+
+    # -- as commlib.runtime.streams.Accelerator --
+
+    def stream(self, device: torch.device, name: str = "") -> SimulatedStream:
+        """A new one."""
+        made = SimulatedStream(self, name)
+        made.name = name or f"stream {made.number}"
+        return made
+
+    def current(self, device: torch.device | None = None) -> SimulatedStream:
+        """Stream of this thread."""
+        found: SimulatedStream = getattr(self._local, "stream", self._default)
+        return found
+
+    @contextlib.contextmanager
+    def use(self, stream: SimulatedStream) -> Iterator[None]:
+        """Make it this thread's stream, whose operators are seen."""
+        before, watched = self.current(), getattr(self._local, "watched", False)
+        self._local.stream, self._local.watched = stream, True
+        try:
+            with contextlib.ExitStack() as modes:
+                if not watched:
+                    modes.enter_context(_Functions(self))
+                    modes.enter_context(_Operators(self))
+                yield
+        finally:
+            self._local.stream, self._local.watched = before, watched
+
+    def event(self, *, timing: bool = False) -> SimulatedEvent:
+        """A new one."""
+        return SimulatedEvent(self)
+
+    def keep(self, tensor: Tensor, stream: SimulatedStream) -> None:
+        """Same as ``Tensor.record_stream``."""
+        self._of(tensor).kept[stream.number] = 1
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """SimulatedMemory of the host."""
+        made = torch.empty(shape, dtype=dtype)
+        self._of(made).of_host = True
+        return made
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether it is not memory of the host."""
+        return not self._of(tensor).of_host
+
+    def wait(self, device: torch.device) -> None:
+        """The host waits for all streams."""
+        for stream in self._streams.values():
+            self.host_waits("synchronize()", stream.clock)
+
+    def future(self, device: torch.device) -> torch.futures.Future[Any]:
+        """A new one."""
+        return torch.futures.Future()
+
+    def complete(self, future: torch.futures.Future[Any], value: object) -> None:
+        """Set its value, behind the current stream."""
+        self._done[future] = dict(self.current().clock)
+        future.set_result(value)
+
+    def joined(self, future: torch.futures.Future[Any]) -> None:
+        """Order the current stream behind its value."""
+        merge(self.current().clock, self._done.get(future, {}))
+
+    # -- what streams, events and modes tell --
+
+    def enter(self, stream: SimulatedStream) -> int:
+        """A new stream's number; its clock begins where the host is."""
+        number = next(self._numbers)
+        self._streams[number] = stream
+        return number
+
+    def host_waits(self, why: str, clock: Clock) -> None:
+        """The host waits until this is done."""
+        if not covers(self.host, clock):
+            self.waits.append(f"{why} at {_place()}")
+        merge(self.host, clock)
+
+    def host_reads(self, tensor: Tensor, what: str) -> None:
+        """The host reads a tensor. Of the device's it waits for the current stream, as a copy to the host does."""
+        with self._lock:
+            if self.has(tensor):
+                self.host_waits(what, self.current().clock)
+            self._access([(tensor, False)], what, _HOST)
+
+    def ran(self, reads: Iterable[Tensor], writes: Iterable[Tensor], what: str, *, waits: bool = False) -> None:
+        """An operator was given to the current stream; one that has none of the device's tensors is the host's.
+
+        Args:
+            reads, writes: tensors.
+            what: its name.
+            waits: the host waits for it, if it copies between the two.
+        """
+        with self._lock:
+            self.operations += 1
+            self._see_what_was_freed()
+            used = [*((t, False) for t in reads), *((t, True) for t in writes)]
+            where = {self.has(t) for t, _ in used if t.numel()}
+            if not where:
+                return
+            stream = self.current()
+            self._access(used, what, stream.number if True in where else _HOST)
+            if waits and where == {True, False}:
+                self.host_waits(what, stream.clock)
+
+    def _access(self, used: Sequence[tuple[Tensor, bool]], what: str, number: int) -> None:
+        clock = self.host if number == _HOST else self._streams[number].clock
+        merge(clock, self.host)
+        clock[number] = tick = clock.get(number, 0) + 1
+        name = f"{what} at {_place()}"
+        for tensor, writes in used:
+            if not tensor.numel():
+                continue
+            memory, (first, last) = self._of(tensor), extent(tensor)
+            for a in memory.accesses:
+                apart = a.last <= first or last <= a.first or not (a.writes or writes)
+                if not apart and clock.get(a.stream, 0) < a.tick:
+                    raise StreamRace(
+                        f"{name} {'writes' if writes else 'reads'} a tensor of shape {tuple(tensor.shape)} on "
+                        f"{self._name(number)}, which is not behind {self._name(a.stream)}, where {a.what} "
+                        f"{'wrote' if a.writes else 'read'} it: let the stream wait for the other one, or for an event"
+                    )
+            if writes:
+                memory.accesses = [a for a in memory.accesses if not (first <= a.first and a.last <= last)]
+            memory.accesses.append(Access(first, last, writes, number, tick, name))
+
+    def _see_what_was_freed(self) -> None:
+        for key, memory in list(self._memory.items()):
+            if not memory.alive.expired():
+                continue
+            del self._memory[key]
+            home = self.host if memory.of_host else self._streams[memory.home].clock
+            for a in memory.accesses if not memory.of_host else ():
+                if a.stream not in (memory.home, _HOST, *memory.kept) and home.get(a.stream, 0) < a.tick:
+                    raise StreamRace(
+                        f"memory that {a.what} used on {self._name(a.stream)} was freed, and may be given away on "
+                        f"{self._name(memory.home)} at once, which is not behind it: call record_stream"
+                    )
+
+    def _of(self, tensor: Tensor) -> SimulatedMemory:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._memory:
+            alive = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._memory[key] = SimulatedMemory(alive, self.current().number)
+        return self._memory[key]
+
+    def _name(self, number: int) -> str:
+        return "the host" if number == _HOST else self._streams[number].name
+
+
+def merge(clock: Clock, other: Clock) -> None:
+    """The first one comes behind the other, too."""
+    for number, tick in other.items():
+        if clock.get(number, 0) < tick:
+            clock[number] = tick
+
+
+def covers(clock: Clock, other: Clock) -> bool:
+    """Whether the first one is behind the other."""
+    return all(clock.get(number, 0) >= tick for number, tick in other.items())
+
+
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """Bytes of its storage that a tensor with values spans: the first, and the one behind the last."""
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    first = int(tensor.storage_offset()) * tensor.element_size()
+    return first, first + (reach + 1) * tensor.element_size()
+
+
+def _place() -> str:
+    """File and line of commlib's, or of whoever called, that asked for what is done."""
+    frames = [f for f in traceback.extract_stack(limit=40) if "/torch/" not in f.filename and f.filename != __file__]
+    ours = [f for f in frames if "/commlib/" in f.filename or "/transports/" in f.filename] or frames
+    return f"{ours[-1].filename.rpartition('/')[2]}:{ours[-1].lineno}" if ours else "?"
+
+
+class _Functions(TorchFunctionMode):
+    """Sees what reads a tensor on the host without an operator."""
+
+    def __init__(self, by: SimulatedAccelerator) -> None:
+        super().__init__()
+        self._by = by
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READ_BY_HOST:
+            self._by.host_reads(args[0], f"Tensor.{func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees operators, and what they read and write."""
+
+    def __init__(self, by: SimulatedAccelerator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._by = by
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        reads, writes = [], []
+        schema = func._schema
+        for i, argument in enumerate(schema.arguments):
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written:
+                writes += tensors
+            elif argument.alias_info is None:
+                reads += tensors  # else it is a view of this one that is returned
+        known = {t.untyped_storage()._cdata for t in (*reads, *writes) if t.layout == torch.strided}
+        fresh = [
+            t for out, made in zip(schema.returns, _each(result, len(schema.returns)), strict=True)
+            if out.alias_info is None
+            for t in tree_leaves(made)
+            if isinstance(t, Tensor)
+        ]  # fmt: skip
+        writes += [t for t in fresh if t.layout == torch.strided and t.untyped_storage()._cdata not in known]
+        reads, writes = ([t for t in some if t.layout == torch.strided] for some in (reads, writes))
+        waits = func._schema.name == "aten::copy_" and not (kwargs.get("non_blocking") or (args[2:] or [False])[0])
+        self._by.ran(reads, writes, str(func), waits=waits)
+        return result
+
+
+def _each(result: Any, count: int) -> Sequence[Any]:
+    return (result,) if count == 1 else tuple(result) if count else ()

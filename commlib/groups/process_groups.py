@@ -85,7 +85,9 @@ def deadline(group: Any, device: torch.device) -> datetime.timedelta:
 
 def waits_on_stream(group: Any, device: torch.device) -> bool:
     """Whether waiting for a work of the group makes the current stream wait, and not the thread (NCCL)."""
-    return device.type == "cuda" and bool(group._get_backend(device).name() == "nccl")
+    if device.type == "cuda":
+        return bool(group._get_backend(device).name() == "nccl")
+    return bool(getattr(group, "orders_streams", False))  # of a simulated accelerator
 
 
 GROUP = "commlib.process_groups"

@@ -26,13 +26,13 @@ import itertools
 import threading
 import traceback
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -40,10 +40,6 @@ from commlib.errors import CommlibError
 from commlib.runtime.streams import simulated
 
 _HOST = 0
-_READ_BY_HOST = {
-    Tensor.tolist, Tensor.numpy, Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__,
-}  # fmt: skip
-
 Clock = dict[int, int]
 """Stream → how many of its operations are done, as far as is known."""
 
@@ -159,6 +155,7 @@ class SimulatedAccelerator:
     """Accelerator that is simulated; a context in which the CPU's tensors are its own, and every use is checked.
 
     Attributes:
+        streams: all there are, by number.
         host: what the host knows to be done.
         waits: why the host has waited for the device, each time.
         operations: how many were seen.
@@ -170,7 +167,7 @@ class SimulatedAccelerator:
     def __init__(self) -> None:
         self._lock, self._local = threading.RLock(), threading.local()
         self._numbers = itertools.count(1)
-        self._streams: dict[int, SimulatedStream] = {}
+        self.streams: dict[int, SimulatedStream] = {}
         self._memory: dict[int, SimulatedMemory] = {}
         self._done: weakref.WeakKeyDictionary[Any, Clock] = weakref.WeakKeyDictionary()
         self.host: Clock = {}
@@ -181,11 +178,22 @@ class SimulatedAccelerator:
 
     def __enter__(self) -> SimulatedAccelerator:
         self._contexts.enter_context(simulated(self))
+        for name in ("tolist", "numpy"):  # no operators, and modes for functions see nothing in a backward pass
+            self._contexts.enter_context(mock.patch.object(Tensor, name, self._reading(name)))
         self._contexts.enter_context(self.use(self._default))
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._contexts.close()
+
+    def _reading(self, name: str) -> Callable[..., Any]:
+        read: Callable[..., Any] = getattr(Tensor, name)
+
+        def seen(tensor: Tensor, *args: Any, **options: Any) -> Any:
+            self.host_reads(tensor, f"Tensor.{name}")
+            return read(tensor, *args, **options)
+
+        return seen
 
     # -- as commlib.runtime.streams.Accelerator --
 
@@ -208,7 +216,6 @@ class SimulatedAccelerator:
         try:
             with contextlib.ExitStack() as modes:
                 if not watched:
-                    modes.enter_context(_Functions(self))
                     modes.enter_context(_Operators(self))
                 yield
         finally:
@@ -234,7 +241,7 @@ class SimulatedAccelerator:
 
     def wait(self, device: torch.device) -> None:
         """The host waits for all streams."""
-        for stream in self._streams.values():
+        for stream in self.streams.values():
             self.host_waits("synchronize()", stream.clock)
 
     def future(self, device: torch.device) -> torch.futures.Future[Any]:
@@ -255,7 +262,7 @@ class SimulatedAccelerator:
     def enter(self, stream: SimulatedStream) -> int:
         """A new stream's number; its clock begins where the host is."""
         number = next(self._numbers)
-        self._streams[number] = stream
+        self.streams[number] = stream
         return number
 
     def host_waits(self, why: str, clock: Clock) -> None:
@@ -268,7 +275,8 @@ class SimulatedAccelerator:
         """The host reads a tensor. Of the device's it waits for the current stream, as a copy to the host does."""
         with self._lock:
             if self.has(tensor):
-                self.host_waits(what, self.current().clock)
+                self.waits.append(f"{what} at {_place()}")  # even if all is done: on a device that is not known before
+                merge(self.host, self.current().clock)
             self._access([(tensor, False)], what, _HOST)
 
     def ran(self, reads: Iterable[Tensor], writes: Iterable[Tensor], what: str, *, waits: bool = False) -> None:
@@ -292,7 +300,7 @@ class SimulatedAccelerator:
                 self.host_waits(what, stream.clock)
 
     def _access(self, used: Sequence[tuple[Tensor, bool]], what: str, number: int) -> None:
-        clock = self.host if number == _HOST else self._streams[number].clock
+        clock = self.host if number == _HOST else self.streams[number].clock
         merge(clock, self.host)
         clock[number] = tick = clock.get(number, 0) + 1
         name = f"{what} at {_place()}"
@@ -317,7 +325,7 @@ class SimulatedAccelerator:
             if not memory.alive.expired():
                 continue
             del self._memory[key]
-            home = self.host if memory.of_host else self._streams[memory.home].clock
+            home = self.host if memory.of_host else self.streams[memory.home].clock
             for a in memory.accesses if not memory.of_host else ():
                 if a.stream not in (memory.home, _HOST, *memory.kept) and home.get(a.stream, 0) < a.tick:
                     raise StreamRace(
@@ -334,7 +342,7 @@ class SimulatedAccelerator:
         return self._memory[key]
 
     def _name(self, number: int) -> str:
-        return "the host" if number == _HOST else self._streams[number].name
+        return "the host" if number == _HOST else self.streams[number].name
 
 
 def merge(clock: Clock, other: Clock) -> None:
@@ -363,19 +371,6 @@ def _place() -> str:
     return f"{ours[-1].filename.rpartition('/')[2]}:{ours[-1].lineno}" if ours else "?"
 
 
-class _Functions(TorchFunctionMode):
-    """Sees what reads a tensor on the host without an operator."""
-
-    def __init__(self, by: SimulatedAccelerator) -> None:
-        super().__init__()
-        self._by = by
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READ_BY_HOST:
-            self._by.host_reads(args[0], f"Tensor.{func.__name__}")
-        return func(*args, **(kwargs or {}))
-
-
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees operators, and what they read and write."""
 
@@ -385,6 +380,9 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func._schema.name == "aten::_local_scalar_dense":
+            self._by.host_reads(args[0], "Tensor.item")
+            return func(*args, **kwargs)
         result = func(*args, **kwargs)
         reads, writes = [], []
         schema = func._schema

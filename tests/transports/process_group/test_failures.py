@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import functools
 import random
+import re
 import threading
 import types
 from typing import Any
@@ -111,7 +112,9 @@ def test_a_monitored_barrier_names_who_does_not_come() -> None:
         each(ranks, lambda g: g.monitored_barrier())
         words = each(ranks[:2], lambda g: said(lambda: g.monitored_barrier(datetime.timedelta(seconds=0.3), True)))
         for w in words:
-            assert "barrier(), 0.3 s; rank 2 did not answer a roll call" in w
+            assert "nothing came from rank 2" in w
+            # on a busy machine another one may not answer in a part of 0.3 s
+            assert re.search(r"barrier\(\), 0\.3 s; ranks? (?:[01], )?2 did not answer a roll call", w)
 
 
 def test_a_destroyed_group_says_so_to_those_who_wait_and_who_come() -> None:

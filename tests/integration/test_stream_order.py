@@ -1,0 +1,216 @@
+"""Trainings by NCCL's rules, on a simulated accelerator: streams order every use, and the host never waits."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commlib
+from commlib.exchange.sequencer import Sequencer
+from commlib.groups.world import World
+from commlib.runtime.streams import Readback
+from commlib.testing.accelerator import SimulatedAccelerator, SimulatedStream, StreamRace
+from tests.support import stream_ordered_group
+from tests.support.rank_pool import Fleet
+from tests.support.stream_ordered_group import CollectivesDiffer, OrderedWork
+from tests.support.tiers import full
+from tests.support.tiny_ddp import same_everywhere
+
+STEPS = 6
+WARM = 3  # steps: DDP has rebuilt its buckets, and what is made once is made
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 40), nn.Tanh(), nn.Linear(40, 5))
+
+
+@contextlib.contextmanager
+def device() -> Iterator[tuple[SimulatedAccelerator, Any]]:
+    """A simulated accelerator, and a communicator of all ranks for it."""
+    stream_ordered_group.register()
+    group = dist.new_group(backend=stream_ordered_group.NAME)
+    with mock.patch.dict(os.environ, {"COMMLIB_KERNELS": "reference"}), SimulatedAccelerator() as gpu:
+        yield gpu, group
+
+
+def step(ddp: DistributedDataParallel, gpu: SimulatedAccelerator, x: Tensor) -> None:
+    ddp.zero_grad()
+    ddp(x).square().mean().backward()
+    if not ddp._comm_hooks:  # by itself DDP has waited, in C++
+        for stream in list(gpu.streams.values()):
+            gpu.current().wait_stream(stream)
+    with torch.no_grad():
+        for p in ddp.parameters():
+            assert p.grad is not None
+            p.sub_(p.grad, alpha=0.05)
+
+
+def trained(world: World, spec: str) -> dict[str, Any]:
+    with device() as (gpu, group):
+        # views: DDP waits for its own works in C++, where the simulation does not see it, and would copy behind that
+        options: dict[str, Any] = {"bucket_cap_mb": 0.01, "init_sync": False, "gradient_as_bucket_view": True}
+        ddp = DistributedDataParallel(net(), process_group=group, **options)
+        comm = commlib.attach(ddp, spec)
+        waits: list[str] = []
+        for i in range(STEPS):
+            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * i + world.rank))
+            gpu.waits.clear()
+            step(ddp, gpu, x)
+            waits += gpu.waits if i >= WARM else []
+        gpu.wait(torch.device("cpu"))
+        stats, hooked = comm.stats(), bool(ddp._comm_hooks)
+        values = [p.detach().clone() for p in ddp.parameters()]
+        comm.close()
+    found = {"waits": waits, "steps": stats.steps, "hooked": hooked, "issued": len(group.issued)}
+    return found | {"equal": all(same_everywhere(world, v) for v in values), "values": values}
+
+
+def over_gloo(world: World, spec: str) -> list[Tensor]:
+    with mock.patch.dict(os.environ, {"COMMLIB_KERNELS": "reference"}):
+        ddp = DistributedDataParallel(net(), bucket_cap_mb=0.01, init_sync=False)
+        comm = commlib.attach(ddp, spec)
+        for i in range(STEPS):
+            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * i + world.rank))
+            ddp.zero_grad()
+            ddp(x).square().mean().backward()
+            with torch.no_grad():
+                for p in ddp.parameters():
+                    assert p.grad is not None
+                    p.sub_(p.grad, alpha=0.05)
+        comm.close()
+    return [p.detach().clone() for p in ddp.parameters()]
+
+
+SPECS = (
+    "none", "onebit", "powersgd:rank=2", "topk:ratio=0.1",
+    *full("auto", "fp16", "bf16", "int8", "int4", "sign", "qsgd", "ternary", "natural", "randomk:ratio=0.1",
+          "dgc:ratio=0.1", "twobit", "dct", "int8@scatter_gather", "onebit@scatter_gather", "topk:ratio=0.1,chunk=64"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_no_race_no_wait_of_the_host_and_the_weights_that_gloo_leaves(fleet: Fleet, spec: str) -> None:
+    found = fleet.run(2, trained, spec)
+    plain = fleet.run(2, over_gloo, spec)
+    for one, values in zip(found, plain, strict=True):
+        assert one["waits"] == []
+        assert one["steps"] == STEPS
+        assert one["hooked"] == (spec not in ("none", "auto"))
+        assert one["equal"]
+        assert one["issued"] > 0
+        assert all(torch.equal(a, b) for a, b in zip(one["values"], values, strict=True))
+
+
+# -- what is left out is found ------------------------------------------------------------------
+
+
+def _side_streams_do_not_wait(
+    self: SimulatedStream, other: SimulatedStream, waits: Callable[..., None] = SimulatedStream.wait_stream
+) -> None:
+    if "communicator" in self.name:
+        waits(self, other)
+
+
+def _no_wait(self: OrderedWork, *_: object) -> bool:
+    return True
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def _at_once(self: Readback) -> list[float]:
+    return [] if self._host is None else self._host.view(-1).tolist()
+
+
+FAULTS: dict[str, tuple[type, str, Callable[..., Any], str]] = {
+    "the exchange's stream does not wait for the gradients": (
+        SimulatedStream, "wait_stream", _side_streams_do_not_wait, "is not behind default stream",
+    ),
+    "what was received is decoded before it has come": (OrderedWork, "wait", _no_wait, "is not behind communicator"),
+    "gradients are used before they are exchanged": (SimulatedAccelerator, "joined", _nothing, "on default stream"),
+    "a bucket's range is read before its copy is done": (Readback, "get", _at_once, "on the host"),
+}  # fmt: skip
+"""What is left out, by what stands in its place; and a part of what is said."""
+
+
+def raced(world: World, fault: str) -> str:
+    owner, name, wrong, _ = FAULTS[fault]
+    with mock.patch.object(owner, name, wrong):
+        try:
+            trained(world, "onebit")
+        except StreamRace as e:
+            return str(e)
+    return "nothing"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_order_of_streams_is_found(fleet: Fleet, fault: str) -> None:
+    for said in fleet.run(2, raced, fault):
+        assert FAULTS[fault][3] in said
+
+
+def submitted(world: World, keeps: bool) -> str:
+    """A bucket is given away while its exchange is under way."""
+    with device() as (_, group), contextlib.ExitStack() as faults:
+        if not keeps:
+            faults.enter_context(mock.patch.object(SimulatedAccelerator, "keep", _nothing))
+        sequencer = Sequencer([{"world": group}], lambda what, error: error, inline=True)
+        try:
+            for _ in range(3):
+                bucket = torch.ones(100)
+                sequencer.submit("bucket", _halved(bucket), bucket)
+                del bucket
+                torch.zeros(1)
+        except StreamRace as e:
+            return str(e)
+    return "nothing"
+
+
+def _halved(bucket: Tensor) -> Any:
+    bucket.mul_(0.5)
+    yield []
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_bucket_that_is_freed_meanwhile_is_recorded_on_the_exchanges_stream(fleet: Fleet, keeps: bool) -> None:
+    for said in fleet.run(2, submitted, keeps):
+        assert (said == "nothing") if keeps else "record_stream" in said
+
+
+# -- one communicator, one order ----------------------------------------------------------------
+
+
+def unlike(world: World, kind: str) -> str:
+    with device() as (_, group):
+        try:
+            if kind == "lengths":
+                group.allreduce([torch.zeros(5 + world.rank)])
+            elif (world.rank == 0) == (kind == "order"):
+                group.allreduce([torch.zeros(3)])
+                group._allgather_base(torch.zeros(6), torch.zeros(3))
+            else:
+                group._allgather_base(torch.zeros(6), torch.zeros(3))
+                group.allreduce([torch.zeros(3)])
+        except CollectivesDiffer as e:
+            return str(e)
+    return "nothing"
+
+
+@pytest.mark.parametrize("kind", ["lengths", "order"])
+def test_ranks_that_issue_other_collectives_are_told_which(fleet: Fleet, kind: str) -> None:
+    for rank, said in enumerate(fleet.run(2, unlike, kind)):
+        assert f"rank {rank} of 2 has issued" in said
+        assert "rank 0: " in said
+        assert "rank 1: " in said
+        assert "hang" in said

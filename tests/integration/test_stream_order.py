@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
+from commlib.ddp.hook_slot import slot_of
 from commlib.exchange.sequencer import Sequencer
 from commlib.groups.world import World
 from commlib.runtime.streams import Readback
@@ -46,7 +47,8 @@ def device() -> Iterator[tuple[SimulatedAccelerator, Any]]:
 def step(ddp: DistributedDataParallel, gpu: SimulatedAccelerator, x: Tensor) -> None:
     ddp.zero_grad()
     ddp(x).square().mean().backward()
-    if not ddp._comm_hooks:  # by itself DDP has waited, in C++
+    slot = slot_of(ddp)
+    if not ddp._comm_hooks or slot is None or slot.attached is None:  # by itself DDP has waited, in C++
         for stream in list(gpu.streams.values()):
             gpu.current().wait_stream(stream)
     with torch.no_grad():
@@ -109,6 +111,90 @@ def test_no_race_no_wait_of_the_host_and_the_weights_that_gloo_leaves(fleet: Fle
         assert one["equal"]
         assert one["issued"] > 0
         assert all(torch.equal(a, b) for a, b in zip(one["values"], values, strict=True))
+
+
+# -- what happens besides steps -----------------------------------------------------------------
+
+
+def _losses_are_scaled(ddp: DistributedDataParallel, comm: commlib.HookState, gpu: SimulatedAccelerator) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    comm.detach()
+    commlib.attach(ddp, "onebit", scaler=scaler)
+    for i in range(4):
+        optimizer.zero_grad()
+        scaler.scale(ddp(_batch(i)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def _routes_change(ddp: DistributedDataParallel, comm: commlib.HookState, gpu: SimulatedAccelerator) -> None:
+    for spec in ("int8", "powersgd:rank=2", "none", "onebit@scatter_gather"):
+        comm.swap(spec)
+        for i in range(2):
+            step(ddp, gpu, _batch(i))
+    comm.detach()
+    step(ddp, gpu, _batch(9))
+
+
+def _a_step_is_not_finite(ddp: DistributedDataParallel, comm: commlib.HookState, gpu: SimulatedAccelerator) -> None:
+    before = comm.stats().skipped
+    x = _batch(0)
+    x[0, 0] = torch.nan
+    ddp.zero_grad()
+    ddp(x).square().mean().backward()
+    ddp.zero_grad()
+    step(ddp, gpu, _batch(1))
+    assert comm.stats().skipped == before + 1
+
+
+def _gradients_add_up(ddp: DistributedDataParallel, comm: commlib.HookState, gpu: SimulatedAccelerator) -> None:
+    for i in range(3):
+        with ddp.no_sync():
+            ddp(_batch(i)).square().mean().backward()
+        ddp(_batch(i + 5)).square().mean().backward()
+        ddp.zero_grad()
+
+
+def _a_state_is_saved_and_loaded(
+    ddp: DistributedDataParallel, comm: commlib.HookState, gpu: SimulatedAccelerator
+) -> None:
+    state = comm.state_dict()
+    step(ddp, gpu, _batch(1))
+    comm.load_state_dict(state)
+    step(ddp, gpu, _batch(2))
+
+
+def _batch(i: int) -> Tensor:
+    return torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * i + dist.get_rank()))
+
+
+STORIES = {
+    story.__name__.strip("_").replace("_", " "): story
+    for story in (
+        _losses_are_scaled, _routes_change, _a_step_is_not_finite, _gradients_add_up, _a_state_is_saved_and_loaded
+    )
+}  # fmt: skip
+
+
+def happened(world: World, story: str) -> bool:
+    with device() as (gpu, group):
+        ddp = DistributedDataParallel(
+            net(), process_group=group, bucket_cap_mb=0.01, init_sync=False, gradient_as_bucket_view=True
+        )
+        comm = commlib.attach(ddp, "onebit")
+        for i in range(2):
+            step(ddp, gpu, _batch(i))
+        STORIES[story](ddp, comm, gpu)
+        gpu.wait(torch.device("cpu"))
+        values = [p.detach().clone() for p in ddp.parameters()]
+        comm.close()
+    return all(same_everywhere(world, v) for v in values)
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_streams_order_what_happens_besides_steps(fleet: Fleet, story: str) -> None:
+    assert fleet.run(2, happened, story) == [True, True]
 
 
 # -- what is left out is found ------------------------------------------------------------------

@@ -197,6 +197,40 @@ def test_streams_order_what_happens_besides_steps(fleet: Fleet, story: str) -> N
     assert fleet.run(2, happened, story) == [True, True]
 
 
+# -- without DDP --------------------------------------------------------------------------------
+
+
+def _sharded(model: nn.Module, optimizer: torch.optim.Optimizer, spec: str, group: Any) -> Any:
+    return commlib.ShardedStep(model, optimizer, spec, process_group=group)
+
+
+def _local(model: nn.Module, optimizer: torch.optim.Optimizer, spec: str, group: Any) -> Any:
+    return commlib.LocalSteps(model, "diloco", spec, tau=2, optimizer=optimizer, process_group=group)
+
+
+def without_ddp(world: World, make: Callable[..., Any], spec: str) -> bool:
+    with device() as (gpu, group):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        made = make(model, optimizer, spec, group)
+        for i in range(6):  # the last one is a meeting, if there are meetings
+            model.zero_grad()
+            model(_batch(i)).square().mean().backward()
+            if make is _local:
+                optimizer.step()
+            made.step()
+        gpu.wait(torch.device("cpu"))
+        values = [p.detach().clone() for p in model.parameters()]
+        made.close()
+    return all(same_everywhere(world, v) for v in values)
+
+
+@pytest.mark.parametrize("spec", ["int8", *full("none", "onebit")])
+@pytest.mark.parametrize("make", [_sharded, _local])
+def test_streams_order_sharded_optimizers_and_local_steps(fleet: Fleet, make: Callable[..., Any], spec: str) -> None:
+    assert fleet.run(2, without_ddp, make, spec) == [True, True]
+
+
 # -- what is left out is found ------------------------------------------------------------------
 
 

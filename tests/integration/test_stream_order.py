@@ -24,7 +24,7 @@ from tests.support import stream_ordered_group
 from tests.support.rank_pool import Fleet
 from tests.support.stream_ordered_group import CollectivesDiffer, OrderedWork
 from tests.support.tiers import full
-from tests.support.tiny_ddp import same_everywhere
+from tests.support.tiny_ddp import same_everywhere, torchrun
 
 STEPS = 6
 WARM = 3  # steps: DDP has rebuilt its buckets, and what is made once is made
@@ -57,12 +57,17 @@ def step(ddp: DistributedDataParallel, gpu: SimulatedAccelerator, x: Tensor) -> 
             p.sub_(p.grad, alpha=0.05)
 
 
-def trained(world: World, spec: str) -> dict[str, Any]:
-    with device() as (gpu, group):
+def nodes(world: World, local: int) -> contextlib.AbstractContextManager[None]:
+    """Nodes of so many ranks; 0: of none is anything known."""
+    return torchrun(world, local) if local else contextlib.nullcontext()
+
+
+def trained(world: World, spec: str, local: int = 0) -> dict[str, Any]:
+    with nodes(world, local), device() as (gpu, group):
         # views: DDP waits for its own works in C++, where the simulation does not see it, and would copy behind that
         options: dict[str, Any] = {"bucket_cap_mb": 0.01, "init_sync": False, "gradient_as_bucket_view": True}
         ddp = DistributedDataParallel(net(), process_group=group, **options)
-        comm = commlib.attach(ddp, spec)
+        comm = commlib.attach(ddp, spec, hierarchy=bool(local) or None)
         waits: list[str] = []
         for i in range(STEPS):
             x = torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * i + world.rank))
@@ -77,10 +82,10 @@ def trained(world: World, spec: str) -> dict[str, Any]:
     return found | {"equal": all(same_everywhere(world, v) for v in values), "values": values}
 
 
-def over_gloo(world: World, spec: str) -> list[Tensor]:
-    with mock.patch.dict(os.environ, {"COMMLIB_KERNELS": "reference"}):
+def over_gloo(world: World, spec: str, local: int = 0) -> list[Tensor]:
+    with nodes(world, local), mock.patch.dict(os.environ, {"COMMLIB_KERNELS": "reference"}):
         ddp = DistributedDataParallel(net(), bucket_cap_mb=0.01, init_sync=False)
-        comm = commlib.attach(ddp, spec)
+        comm = commlib.attach(ddp, spec, hierarchy=bool(local) or None)
         for i in range(STEPS):
             x = torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * i + world.rank))
             ddp.zero_grad()
@@ -110,6 +115,18 @@ def test_no_race_no_wait_of_the_host_and_the_weights_that_gloo_leaves(fleet: Fle
         assert one["hooked"] == (spec not in ("none", "auto"))
         assert one["equal"]
         assert one["issued"] > 0
+        assert all(torch.equal(a, b) for a, b in zip(one["values"], values, strict=True))
+
+
+@pytest.mark.parametrize("spec", ["onebit", *full("none", "int8@scatter_gather", "topk:ratio=0.1")])
+def test_under_a_hierarchy_too(fleet: Fleet, spec: str) -> None:
+    found = fleet.run(4, trained, spec, 2)
+    plain = fleet.run(4, over_gloo, spec, 2)
+    for one, values in zip(found, plain, strict=True):
+        assert one["waits"] == []
+        assert one["steps"] == STEPS
+        assert one["hooked"]
+        assert one["equal"]
         assert all(torch.equal(a, b) for a, b in zip(one["values"], values, strict=True))
 
 

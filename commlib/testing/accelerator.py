@@ -142,12 +142,14 @@ class SimulatedMemory:
         alive: expires with it.
         home: number of the stream on which it was allocated.
         of_host: whether it is pinned memory.
+        kept: numbers of the streams that it was recorded on.
+        accesses: the uses that a later one must be behind.
     """
 
     alive: Any
     home: int
     of_host: bool = False
-    kept: dict[int, int] = dataclasses.field(default_factory=dict)
+    kept: set[int] = dataclasses.field(default_factory=set)
     accesses: list[Access] = dataclasses.field(default_factory=list)
 
 
@@ -227,7 +229,7 @@ class SimulatedAccelerator:
 
     def keep(self, tensor: Tensor, stream: SimulatedStream) -> None:
         """Same as ``Tensor.record_stream``."""
-        self._of(tensor).kept[stream.number] = 1
+        self._of(tensor).kept.add(stream.number)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """SimulatedMemory of the host."""
@@ -325,8 +327,8 @@ class SimulatedAccelerator:
             if not memory.alive.expired():
                 continue
             del self._memory[key]
-            home = self.host if memory.of_host else self.streams[memory.home].clock
-            for a in memory.accesses if not memory.of_host else ():
+            home = self.streams[memory.home].clock
+            for a in memory.accesses if not memory.of_host else ():  # pinned memory waits for its copies by itself
                 if a.stream not in (memory.home, _HOST, *memory.kept) and home.get(a.stream, 0) < a.tick:
                     raise StreamRace(
                         f"memory that {a.what} used on {self._name(a.stream)} was freed, and may be given away on "

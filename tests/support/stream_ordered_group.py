@@ -11,6 +11,7 @@ what each has issued on this communicator.
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -127,7 +128,7 @@ class StreamOrderedGroup(GroupIdentity):
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> OrderedWork:
         opts = opts or dist.ReduceScatterOptions()
-        call = lambda: self._over._reduce_scatter_base(output, input, opts)  # noqa: E731
+        call = functools.partial(self._over._reduce_scatter_base, output, input, opts)
         return self._issue("reduce_scatter", [input], [output], call)
 
     def alltoall_base(
@@ -148,8 +149,9 @@ class StreamOrderedGroup(GroupIdentity):
             raise CommlibError(f"a process group {NAME!r} is for tensors of a simulated accelerator, and there is none")
         shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype)[6:]}" for t in reads[:2])
         self.issued.append(f"{kind}({shapes})" if kind not in ("allgather", "alltoall") else kind)
-        own = self._streams.setdefault(by, None) or by.stream(_CPU, f"communicator {self.group_name or NAME}")
-        self._streams[by] = own
+        if by not in self._streams:
+            self._streams[by] = by.stream(_CPU, f"communicator {self.group_name or NAME}")
+        own = self._streams[by]
         own.wait_stream(by.current())
         with torch._C._DisableTorchDispatch():  # what Gloo does is no work of the device's
             self._compare()
@@ -180,8 +182,11 @@ class StreamOrderedGroup(GroupIdentity):
 def register() -> None:
     """Make the backend known to ``init_process_group``."""
     if NAME not in dist.Backend.backend_list:
-        make: Any = lambda about, options: StreamOrderedGroup(about)  # noqa: E731
-        dist.Backend.register_backend(NAME, make, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(NAME, _make, extended_api=True, devices=["cpu"])
+
+
+def _make(about: Any, options: Any) -> Any:
+    return StreamOrderedGroup(about)
 
 
 def _listed(tensors: Any) -> list[Tensor]:

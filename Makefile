@@ -11,7 +11,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all gpu test-steady test-torch test-mutants simulate soak chaos fuzz lint docs bench wheel-test test-torch27 spark clean types
+.PHONY: help demo test test-all gpu test-steady test-torch test-mutants simulate soak exits chaos fuzz lint docs bench wheel-test test-torch27 spark clean types
 
 # Where Python may keep no bytecode every process compiles commlib anew: half of what it takes to import it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -30,7 +30,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 test: $(READY)  ## the fast tier of the tests, some minutes; with what ARGS adds: make test ARGS="-k onebit"
 	$(PYTEST) -m "not full" $(ARGS)
 
-test-all: $(READY)  ## both tiers of the tests; hypothesis searches anew. What takes longer: test-torch, simulate, soak
+test-all: $(READY)  ## both tiers of the tests; hypothesis searches anew. What takes longer: test-torch, simulate, soak, exits
 	$(PYTEST) -m "not long" --hypothesis-profile=fresh $(ARGS)
 
 test-steady: $(READY)  ## the fast tier ten times while other processes want the cores: is a test ever red by chance?
@@ -50,6 +50,9 @@ simulate: $(READY)  ## simulated histories of whole jobs, with faults; ARGS="--s
 
 soak: $(READY)  ## memory of trainings of 12,000 steps, on every route over Gloo and zmq: a table
 	$(BIN)/python -m tests.support.soak 12000 $(ARGS)
+
+exits: $(READY)  ## 100 jobs of each kind that come to the end of their script, or lose a rank: how do they exit? ARGS="ROUTE …"
+	$(BIN)/python -m tests.support.clean_exits $(ARGS) 100
 
 chaos: $(READY)  ## 100 trainings whose processes are killed at random moments; ARGS="--runs N --seed S"
 	$(BIN)/python -m commlib.bench.chaos --runs 100 $(ARGS)

@@ -112,6 +112,7 @@ ELSEWHERE = {
     "make docs": "tests/docs/test_site.py",
     "make simulate": "tests/integration/test_simulation.py",
     "make soak": "tests/integration/test_soak.py",
+    "make exits": "tests/integration/test_clean_exit.py",
 }
 """Its recipe is what that test runs."""
 

@@ -1,8 +1,9 @@
 """Clean exits: how jobs end whose script just ends, with attached models alive.
 
-    python -m tests.support.clean_exits ROUTE [RUNS]
+    python -m tests.support.clean_exits [ROUTE …] RUNS
 
-Runs a job of two ranks so many times, and prints how many of them did not end with 0. A rank is forked from this
+Runs a job of two ranks so many times, and prints how many of them did not end with 0; all routes, one after another, if
+none is named. A rank is forked from this
 process, which has imported PyTorch; but it comes to the end of a script, and its interpreter is taken down as any is.
 
 ``lost:ROUTE`` has a third rank, which is killed within its fourth step. The others catch the error, and end with 0.
@@ -121,6 +122,7 @@ LOST = {
     **{f"zmq {rule}": ("zmq", rule) for rule in ("none", "onebit", "powersgd:rank=2", "fsdp")},
 }
 """Route → backend, and the name of its steps."""
+KINDS = "lost", "raises"
 
 
 def loses(route: str, delay_s: float) -> None:
@@ -132,7 +134,10 @@ def loses(route: str, delay_s: float) -> None:
     for _ in range(3):
         step()
     dist.barrier()
+    store: Any = dist.distributed_c10d._get_default_store()
+    store.set(f"past the barrier/{dist.get_rank()}", "yes")
     if dist.get_rank() == RANKS:
+        store.wait([f"past the barrier/{rank}" for rank in range(RANKS)])  # a barrier's error would be the backend's
         signal.setitimer(signal.ITIMER_REAL, delay_s)  # it ends the process, wherever that is
     while True:
         step()
@@ -154,22 +159,25 @@ def script(kind: str, route: str, delay_s: float) -> None:
         dist.destroy_process_group()
 
 
-def main(route: str, runs: int) -> None:
-    """Prints ``ROUTE: BAD of ALL processes``, with the exit codes of those that were bad."""
+def main(route: str, runs: int) -> bool:
+    """Prints ``ROUTE: BAD of ALL processes``, with the exit codes of those that were bad; whether there were any."""
     began, bad = time.monotonic(), list[int]()
-    kind, name = (route.split(":", 1)) if route.startswith(("lost:", "raises:")) else ("", route)
+    kind, name = (route.split(":", 1)) if route.startswith(tuple(f"{k}:" for k in KINDS)) else ("", route)
     for n in range(runs):
         delay_s = random.Random(n).uniform(1e-4, 0.02)
         codes = script_ranks.run(RANKS + bool(kind), lambda _, s=delay_s: script(kind, name, s))  # type: ignore[misc]
-        if codes is None:
-            return
+        if codes is None:  # in a rank, whose script is over
+            sys.exit()
         bad += [code for code in codes[:RANKS] if code != (kind == "raises")]
     seconds = time.monotonic() - began
     wanted = int(kind == "raises")
     found = f"{len(bad)} of {RANKS * runs} processes did not end with {wanted} {bad or ''}({seconds:.0f} s)"
     print(f"{route}: {found}", flush=True)
-    sys.exit(bool(bad))
+    return bool(bad)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 1)
+    *named, count = sys.argv[1:]
+    every = [*ROUTES, *(f"{kind}:{route}" for kind in KINDS for route in LOST)]
+    bad = [route for route in named or every if main(route, int(count))]
+    sys.exit(bool(bad))

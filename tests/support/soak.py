@@ -52,6 +52,7 @@ def _train(rank: int, backend: str, route: str, steps: int, folder: Path) -> Non
             found.append(resident())
     (folder / str(rank)).write_text(json.dumps(found))
     dist.barrier()
+    dist.destroy_process_group()  # or what this rank has sent last would be lost with it
     os._exit(0)  # the folder is the parent's
 
 

@@ -176,7 +176,7 @@ class ElasticAveraging:
     def _moves(self) -> list[Tensor]:
         """δ of each parameter, by which this worker has gone back."""
         moves = [(p.detach() - centre.detach()).mul_(self.alpha) for p, centre in self._pairs]
-        if all(finite(move) for move in moves):
+        if finite(*moves):
             for (p, _), move in zip(self._pairs, moves, strict=True):
                 p.sub_(move)
             return moves

@@ -160,7 +160,7 @@ class Fragment:
         """
         self.settle()
         self.lands = None
-        if not all(finite(block.delta) for block in self.blocks):  # the same bits, so the same on all ranks
+        if not finite(*(block.delta for block in self.blocks)):  # the same bits, so the same on all ranks
             return False
         for i, block in enumerate(self.blocks):
             self._rule.move(block.shared, block.delta, self._ranks, block.slots)

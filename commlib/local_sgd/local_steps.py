@@ -168,7 +168,7 @@ class LocalSteps:
             self._mark = time.monotonic(), self.steps
         if not due:
             return landed
-        began = self._ready()
+        began = 0.0 if self._board is None else self._ready()
         for fragment in due:
             fragment.begin(self.steps, self._delay)
         landed |= self._land(self.steps)

@@ -22,9 +22,13 @@ from commlib.errors import CommlibError
 from commlib.runtime.streams import Readback, accelerator
 
 
-def finite(values: Tensor) -> bool:
-    """Whether all are. One pass where the sum says so; a sum that overflows does not."""
-    return not values.is_floating_point() or bool(torch.isfinite(values.sum()) or values.isfinite().all())
+def finite(*tensors: Tensor) -> bool:
+    """Whether all their values are; a device is waited for once. One pass where the sums say so; one that overflows
+    does not."""
+    floats = [x for x in tensors if x.is_floating_point()]
+    if not floats or bool(torch.stack([x.sum().double() for x in floats]).isfinite().all()):
+        return True
+    return bool(torch.stack([x.isfinite().all() for x in floats]).all())
 
 
 _log = logging.getLogger("commlib")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import struct
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from commlib.errors import CommlibError
+from commlib.runtime.streams import accelerator
 
 
 class BucketOrder:
@@ -98,21 +100,38 @@ class StepVerdict:
     used: tuple[bool, ...]
 
 
-def said(finite: bool, squares: float, used: Sequence[bool], device: torch.device) -> Tensor:
-    """Part of one rank in the verdict, (16 + parameters,) uint8."""
-    numbers = torch.tensor([float(finite), squares], dtype=torch.float64).view(torch.uint8)
-    return torch.cat([numbers, torch.tensor(list(used), dtype=torch.uint8)]).to(device)
+def said(means: Sequence[Tensor], used: Tensor) -> Tensor:
+    """Part of one rank in the verdict, (8 + parameters,) uint8; no device is waited for.
+
+    Args:
+        means: all gradients of its part.
+        used: for every parameter, whether there was a gradient of it, (n,) uint8, on their device.
+    """
+    return torch.cat([sum_of_squares(means).view(1).view(torch.uint8), used])
 
 
 def heard(parts: Tensor) -> StepVerdict:
-    """Verdict from all ranks' parts, (P, 16 + parameters), added in rank order."""
-    numbers = [row[:16].clone().view(torch.float64).tolist() for row in parts.cpu()]
-    used = parts[:, 16:].any(0).tolist()
-    norm = math.sqrt(sum(squares for _, squares in numbers))
-    return StepVerdict(all(finite for finite, _ in numbers), norm, tuple(used))
+    """Verdict from all ranks' parts, (P, 8 + parameters), added in rank order. Here a device is waited for, once."""
+    rows = parts.tolist()
+    squares = [struct.unpack("=d", bytes(row[:8]))[0] for row in rows]
+    total = sum(squares)
+    used = tuple(any(column) for column in zip(*(row[8:] for row in rows), strict=True))
+    return StepVerdict(math.isfinite(total), math.sqrt(total) if total >= 0 else math.nan, used)
 
 
-def square(values: Tensor) -> float:
-    """The sum of squares; in double precision where it would overflow."""
-    root = float(torch.linalg.vector_norm(values))
-    return root**2 if math.isfinite(root) else float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum of the squares of all values, float64 of no dimension; finite where they are, and below 1e154.
+
+    On the CPU in the values' own precision, which takes half as long, unless that overflows.
+    """
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64)
+    on_device = accelerator(tensors[0].device) is not None
+    roots = _norms(tensors, torch.float64 if on_device else None)
+    if not on_device and not bool(roots.isfinite().all()):
+        roots = _norms(tensors, torch.float64)
+    return roots.square().sum()
+
+
+def _norms(tensors: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
+    return torch.stack([torch.linalg.vector_norm(x, dtype=dtype).double() for x in tensors])

@@ -20,7 +20,7 @@ from commlib.groups.process_groups import begin_alike, group_of
 from commlib.groups.world import World
 from commlib.planning.plan import Plan
 from commlib.planning.route import Rules
-from commlib.runtime.amp import Scale, finite
+from commlib.runtime.amp import Scale
 from commlib.runtime.layers import (
     all_parameters,
     layer_specs,
@@ -122,6 +122,7 @@ class ShardedStep:
         self._arrivals = BucketOrder([[cut.spec.name for cut in cuts] for cuts in buckets])
         self._guard = StepGuard(optimizer, "ranks update their parts of the parameters: call step() of the ShardedStep")
         self._verdict: StepVerdict | None = None
+        self._used: dict[tuple[bool, ...], torch.Tensor] = {}
         self._closed, self._syncing, self._saved = False, True, 0
         self.steps = self.refused = 0
         hooked: Mapping[str, Any] = self._parameters
@@ -277,9 +278,10 @@ class ShardedStep:
             means = [part.mean for parts in self._parts for part in parts.by_name.values()]
             if (scale := self._scale.now()) != 1.0:
                 torch._foreach_mul_(means, 1 / scale)
-            squares = sum(map(bucket_order.square, means))
-            used = [self._parameters[name].grad is not None for name in self._names]
-            mine = bucket_order.said(all(finite(mean) for mean in means), squares, used, self._traffic.device)
+            used = tuple(self._parameters[name].grad is not None for name in self._names)
+            if used not in self._used:  # most steps are like the one before: nothing is copied to the device then
+                self._used = {used: torch.tensor(used, dtype=torch.uint8, device=self._traffic.device)}
+            mine = bucket_order.said(means, self._used[used])
             self._verdict = bucket_order.heard(self._traffic.from_all(mine, f"the verdict on step {self.steps}"))
         return self._verdict
 

@@ -15,7 +15,7 @@ from commlib.exchange.buffers import Packing
 from commlib.planning.policy import Exact
 from commlib.planning.route import Route
 from commlib.runtime.layers import LayerSpec
-from commlib.zero.bucket_order import BucketOrder, heard, said, square
+from commlib.zero.bucket_order import BucketOrder, heard, said, sum_of_squares
 from commlib.zero.partition import NBYTES, buckets_of, plan_of, rows_of, wire_bytes
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=6)
@@ -108,9 +108,16 @@ def test_buckets_leave_in_their_order_whatever_comes_first(seed: int) -> None:
 
 
 def test_all_hear_the_same_verdict() -> None:
-    cpu = torch.device("cpu")
-    one, two = said(True, 9.0, [True, False, False], cpu), said(True, 16.0, [False, False, True], cpu)
+    used = torch.tensor([[1, 0, 0], [0, 0, 1], [1, 1, 1]], dtype=torch.uint8)
+    one, two = said([torch.tensor([3.0]), torch.empty(0)], used[0]), said([torch.tensor([0.0, 4.0])], used[1])
     found = heard(torch.stack([one, two]))
     assert (found.finite, found.norm, found.used) == (True, 5.0, (True, False, True))
-    assert not heard(torch.stack([one, said(False, float("nan"), [True] * 3, cpu)])).finite
-    assert square(torch.full((4,), 1e30)) == pytest.approx(4e60)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        assert not heard(torch.stack([one, said([torch.tensor([bad, 1.0])], used[2])])).finite
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_squares_that_overflow_their_dtype_are_added_in_double_precision(dtype: torch.dtype) -> None:
+    large = torch.finfo(dtype).max if dtype != torch.float64 else 1e150
+    found = sum_of_squares([torch.full((4,), large, dtype=dtype), torch.ones(3, dtype=dtype)])
+    assert float(found) == pytest.approx(4 * large**2)

@@ -238,7 +238,7 @@ def counted(world: World, codec: str) -> tuple[float, float]:
     buckets = buckets_of(sharded.plan, SMALL)
     sent = sharded.stats.wire_bytes
     sharded.close()
-    verdict = (world.size - 1) * (16 + sum(len(cuts) for cuts in buckets))  # what a rank sends to agree on a step
+    verdict = (world.size - 1) * (8 + sum(len(cuts) for cuts in buckets))  # what a rank sends to agree on a step
     return sent, 3 * (wire_bytes(buckets, world.rank, world.size) + verdict)
 
 

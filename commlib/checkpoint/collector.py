@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commlib.checkpoint.state_dict import StateDict, merge_state_dicts
 from commlib.errors import CheckpointMismatch, PeerLost, ProtocolError
 from commlib.groups.handshake import meeting_place, named, tell, wait_for_all, within
-from commlib.groups.process_groups import for_states
+from commlib.groups.process_groups import between_hosts
 from commlib.groups.store import store_of
 from commlib.groups.world import World
 from commlib.messaging import values
@@ -84,7 +84,7 @@ class Collector:
         if self._world.size == 1:
             return mine
         if self._wire is None:
-            self._wire = for_states(self._group, self._device)
+            self._wire = between_hosts(self._group, self._device)
         members = dist.get_process_group_ranks(self._group)
         if self._world.rank > 0:
             _send(mine, members[0], self._wire)

@@ -89,8 +89,9 @@ class AttachConfig:
             rules = cast(Rules, compressor)  # no policy
             plan = make_plan(specs, rules, world=world, min_size=min_size)
         sent = {p.spec.layer for p in plan if p.route.by_rows}
-        if sent and waits_on_stream(group, device):
-            raise ValueError("factors and owners are not exchanged over NCCL yet: use Gloo, or another route")
+        why = _no_rows(module, group, device, hierarchy) if sent else ""
+        if why:
+            raise ValueError(f"factors and owners: {why}; use Gloo, or another route")
         found = cls(specs, device, plan, frozenset(name for name in sent if name is not None), {})
         _check_served(found, servers, idle)
         return found
@@ -115,10 +116,12 @@ class AttachConfig:
             said += f", without {', '.join(unpriced)}: under a hierarchy nobody measures yet what they cost"
         found = {str(r): r for r in routes if str(r) not in unpriced}
         compressed = {name: make_plan(specs, r, world=world, min_size=min_size) for name, r in found.items()}
-        why = _no_choice(module, group, device)
+        why = _no_choice(module, group)
         if why:
             return cls(specs, device, plan.because(said, why), frozenset(), {}, said)
         layers, why = _with_rows(module, min_size)
+        if layers and (reason := _no_rows(module, group, device, hierarchy)):
+            layers, why = frozenset(), f"rows cannot be sent: {reason}"
         choice = {
             name: p
             for name, p in compressed.items()
@@ -199,14 +202,26 @@ def _check_served(setup: AttachConfig, servers: Servers | None, idle: bool) -> N
         raise ValueError(f"servers are given, and no layer goes by push_pull ({why}): give 'none@push_pull', or none")
 
 
-def _no_choice(module: nn.Module, group: Any, device: torch.device) -> str:
+def _no_choice(module: nn.Module, group: Any) -> str:
     """Why there can be no bandwidth manager here; empty if there can."""
     if not isinstance(module, DistributedDataParallel):
         return "attached to a module inside DDP, whose passes nobody sees: dense"
     if group.size() == 1:
         return "one rank only"
-    if waits_on_stream(group, device):
-        return "nothing is measured over NCCL yet: dense"
+    return ""
+
+
+def _no_rows(module: nn.Module, group: Any, device: torch.device, hierarchy: Hierarchy | None) -> str:
+    """Why no layer's rows can be sent, whatever the layer; empty if they can."""
+    if not waits_on_stream(group, device):
+        return ""
+    if hierarchy is not None:
+        return (
+            "over NCCL they do not go beside a hierarchy, for ranks would have several communicators in flight at "
+            "once, and may take them up in different orders"
+        )
+    if getattr(module, "skip_all_reduce_unused_params", False):
+        return "over NCCL they go in the order of DDP's buckets, of which skip_all_reduce_unused_params leaves some out"
     return ""
 
 

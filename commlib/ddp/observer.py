@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -29,12 +28,13 @@ from commlib.groups.process_groups import waits_on_stream
 from commlib.groups.world import World
 from commlib.runtime.autograd import ReadyHook, at_end_of_backward, before_forward, untraced
 from commlib.runtime.layers import all_parameters, trained_parameters
+from commlib.runtime.streams import Moment, moment
 from commlib.telemetry.recorder import TRACK
 from commlib.telemetry.stats import Meter
 from commlib.telemetry.trace import NONE, Trace
 
-Buckets = list[tuple[float, tuple[str, ...]]]
-"""(when it was ready, the names of its parameters), in DDP's order; :func:`time.perf_counter`."""
+Buckets = list[tuple[Moment | None, tuple[str, ...]]]
+"""(when it was ready, if anybody has noted that; the names of its parameters), in DDP's order."""
 ROW = "buckets"
 """Of a trace: what is seen of all."""
 
@@ -98,7 +98,7 @@ class PassiveObserver:
         meters: Mapping[str, Meter],
         world: World,
         fence: Callable[[Meter], None],
-        exchanged: Callable[[float, Buckets], None],
+        exchanged: Callable[[Moment, Buckets], None],
         check: Callable[[], None],
         hook: tuple[object, Callable[..., Any]],
     ) -> None:
@@ -109,11 +109,12 @@ class PassiveObserver:
         parts = [(meters[name], p.numel()) for name, p in self._parameters.items()]
         self._meter, self.sent = Meter.of_all(parts[0][0].device, parts), 0.0
         self._buckets: list[tuple[str, ...]] = []
-        self._ready: dict[str, float] = {}
+        self._ready: dict[str, Moment] = {}
+        self._device = parts[0][0].device
         self._watches: list[Any] = []
         self._expected = self._queued = self._wanted = False
         self._trace = NONE
-        self._ended = 0.0
+        self._ended = Moment(0.0)
         own = weakref.ref(self)  # or parameters, and with them the model, would never be freed
         one: Any = next(reversed(self._parameters.values()))
         self._handles = [
@@ -191,7 +192,7 @@ class PassiveObserver:
 
     def ready(self, name: str) -> None:
         """A parameter has its gradient, in this pass."""
-        self._ready[name] = time.perf_counter()
+        self._ready[name] = moment(self._device)
 
     def one_is_ready(self) -> None:
         """The one that stands for all of them has."""
@@ -199,7 +200,7 @@ class PassiveObserver:
             self._queued = at_end_of_backward(self._backward_ended)
 
     def _backward_ended(self) -> None:
-        self._ended, self._expected = time.perf_counter(), False
+        self._ended, self._expected = moment(self._device), False
         self._meter.would_send(self._nbytes, self._world.size)
         sent = 2 * (self._world.size - 1) / self._world.size * self._nbytes
         self._meter.add_sent(sent)
@@ -222,23 +223,25 @@ class PassiveObserver:
         """When each is through, DDP tells nobody; only when all are."""
         now = self._trace.now()
         for i, (at, names) in enumerate(buckets):
-            if at:  # in the first step nobody may have noted it
-                self._trace.instant(ROW, f"bucket {i} handed over", at, layers=f"{names[0]} … {names[-1]}")
-        if buckets and buckets[0][0]:
-            self._trace.span(ROW, "exchange by DDP", buckets[0][0], now)
-        self._trace.span(TRACK, "wait", self._ended, now)
+            if at is not None:  # in the first step nobody may have noted it
+                self._trace.instant(ROW, f"bucket {i} handed over", at.host_s, layers=f"{names[0]} … {names[-1]}")
+        if buckets and buckets[0][0] is not None:
+            self._trace.span(ROW, "exchange by DDP", buckets[0][0].host_s, now)
+        self._trace.span(TRACK, "wait", self._ended.host_s, now)
 
 
-def handed_over(buckets: Sequence[tuple[str, ...]], ready: Mapping[str, float]) -> Buckets:
+def handed_over(buckets: Sequence[tuple[str, ...]], ready: Mapping[str, Moment]) -> Buckets:
     """When DDP begins to exchange each bucket: it is ready, and so are those before it.
 
     Args:
         buckets: names of their parameters.
         ready: of parameters; one that is missing was ready at once.
     """
-    found, last = [], 0.0
+    found: Buckets = []
+    last: Moment | None = None
     for names in buckets:
-        last = max([last, *(ready[n] for n in names if n in ready)])
+        noted = [ready[n] for n in names if n in ready] + ([] if last is None else [last])
+        last = max(noted, key=lambda at: at.host_s, default=None)
         found.append((last, names))
     return found
 

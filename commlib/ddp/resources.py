@@ -112,10 +112,11 @@ class Resources:
         lanes = scopes(setup.exchanges(), self._levels)
         lay(self.sequencer, lanes, self._group, self._siblings, self.throttle, self._levels, self.servers)
         if factors is not None and self._rows is None:
-            self._rows = self.throttle.through(self._siblings.take())
+            first = self.sequencer.tracks.first()
+            self._rows = first["world"] if self.sequencer.inline else self.throttle.through(self._siblings.take())
         self.throttle.fit()
         if factors is not None:
-            factors.tap(self._rows, traced=setup.chosen_later)
+            factors.tap(self._rows, among_buckets=self.sequencer.inline, traced=setup.chosen_later)
             self._untap = weakref.finalize(owner, factors.remove)
             self.factors = factors
             if setup.chosen_later:

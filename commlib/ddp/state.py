@@ -42,6 +42,7 @@ from commlib.runtime.amp import LossScale
 from commlib.runtime.autograd import at_end_of_backward, untraced, wait
 from commlib.runtime.exit import close_at_exit
 from commlib.runtime.layers import inside, name_of, trained_parameters
+from commlib.runtime.streams import Moment
 from commlib.server.worker.push_pull import Servers
 from commlib.telemetry.recorder import Recording, Tracer
 from commlib.telemetry.stats import Meter, Stats
@@ -445,9 +446,9 @@ class HookState:
         self._steps.submitted(done, last=True)
         done.wait()
 
-    def _exchanged(self, ended: float, buckets: Buckets) -> None:
+    def _exchanged(self, ended: Moment, buckets: Buckets) -> None:
         """That exchange is through."""
-        self._monitor.waited_since(ended)
+        self._monitor.waited_since(ended.host_s)
         if self._peers.found is not None:
             self._peers.check()
         if self._factors is not None:
@@ -495,6 +496,8 @@ class HookState:
             parts = [label] if len(trips) == 1 else [f"part {i} of {label}" for i in range(len(trips))]
             *_, future = [self._sequencer.submit(p, trip, buffer) for p, trip in zip(parts, trips, strict=True)]
         self._steps.submitted(future, last=bucket.is_last())
+        if self._factors is not None:
+            self._factors.passed(names)
         if bucket.is_last():
             self._all_issued()
             if self._joins and self._shadow:  # DDP would wait in C++, where nobody answers another rank

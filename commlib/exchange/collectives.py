@@ -115,8 +115,9 @@ class Collective(Protocol):
         """Bytes this rank sends; asked after :meth:`issue`."""
 
 
-Scope = Literal["world", "local", "inter", "servers"]
-"""Which ranks a collective is of: all; those of this rank's node; its counterparts on all nodes; all, and servers."""
+Scope = Literal["world", "hosts", "local", "inter", "servers"]
+"""Which ranks a collective is of: all; all, in their hosts' memory; those of this rank's node; its counterparts on all
+nodes; all, and servers."""
 
 
 @dataclasses.dataclass(frozen=True)

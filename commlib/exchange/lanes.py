@@ -8,9 +8,9 @@ destroyed. What was detached gives its own back, and the next attachment of the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -22,10 +22,10 @@ from commlib.exchange.sequencer import Sequencer
 from commlib.exchange.throttled_group import Throttle
 from commlib.exchange.two_level import MORE_ROUNDS
 from commlib.groups.handshake import explained
-from commlib.groups.process_groups import sibling, waits_on_stream
+from commlib.groups.process_groups import between_hosts, sibling, waits_on_stream
 from commlib.groups.world import World
 
-Members = tuple[int, ...] | None
+Members = tuple[int, ...] | Literal["hosts"] | None
 _spare: weakref.WeakKeyDictionary[Any, dict[Members, list[Any]]] = weakref.WeakKeyDictionary()
 
 
@@ -46,9 +46,15 @@ class Siblings:
     def take(self, some: Sequence[int] | None = None) -> Any:
         """Process group that carries nothing else: a spare or a new one. As
         :func:`commlib.groups.process_groups.sibling`, collective."""
-        members = None if some is None else tuple(some)
+        return self._take(None if some is None else tuple(some), lambda: sibling(self._group, self._device, some))
+
+    def take_hosts(self) -> Any:
+        """Process group of all ranks' hosts (:func:`commlib.groups.process_groups.between_hosts`); collective."""
+        return self._take("hosts", lambda: between_hosts(self._group, self._device))
+
+    def _take(self, members: Members, make: Callable[[], Any]) -> Any:
         spare = self._spare(members)
-        found = spare.pop() if spare else sibling(self._group, self._device, some)
+        found = spare.pop() if spare else make()
         self._taken.append((members, found))
         return found
 
@@ -65,16 +71,18 @@ class Siblings:
 def scopes(exchanges: Collection[str], hierarchy: Hierarchy | None) -> list[tuple[Scope, ...]]:
     """Scopes for each round of a bucket: which ranks its collectives may be of.
 
-    Under a hierarchy the first is local, as many follow between nodes as the bucket's routes have, and the one after
-    these is local again: in any round but the first two it may be either. What goes flat is of all ranks from the first
-    round on.
+    Where rows may go, their words are of all hosts, in the first round. Under a hierarchy the first is local, as many
+    follow between nodes as the bucket's routes have, and the one after these is local again: in any round but the first
+    two it may be either. What goes flat is of all ranks from the first round on.
 
     Args:
         exchanges: all that may come into use; ``dense`` is one of them.
         hierarchy: if there is one.
     """
+    words: tuple[Scope, ...] = ("hosts",) if any(name in BY_ROWS for name in exchanges) else ()
     if hierarchy is None:
-        return [("world",)] * _most_rounds(exchanges)
+        later: list[tuple[Scope, ...]] = [("world",)] * (_most_rounds(exchanges) - 1)
+        return [("world", *words), *later]
     between, flat = (_most_rounds(e for e in exchanges if (e in BY_ROWS) is whole) for whole in (False, True))
     found: list[tuple[Scope, ...]] = []
     for i in range(max(between + MORE_ROUNDS, flat)):
@@ -83,7 +91,7 @@ def scopes(exchanges: Collection[str], hierarchy: Hierarchy | None) -> list[tupl
             "local": i != 1 and i < between + MORE_ROUNDS,
             "world": i < flat,
         }
-        found.append(tuple(scope for scope, so in may.items() if so))
+        found.append(tuple(scope for scope, so in may.items() if so) + (() if i else words))
     return found
 
 
@@ -122,7 +130,8 @@ def lay(
     Under a hierarchy, a group for every scope of every round (:func:`scopes`); all ranks make them in this order. Under
     a limit the first round, too, has one more (:mod:`commlib.exchange.throttled_group`); what stays inside a node is
     not limited. Collective over the group's ranks only. NCCL needs one group a scope
-    (:mod:`commlib.exchange.sequencer`).
+    (:mod:`commlib.exchange.sequencer`), and one of the hosts where rows may go; elsewhere their words go with the
+    first round.
 
     Args:
         sequencer: without a bucket under way.
@@ -137,12 +146,17 @@ def lay(
     if hierarchy is not None:
         members |= {"local": hierarchy.local_ranks, "inter": hierarchy.counterparts}
     needed = {scope for lane in lanes for scope in lane}
-    wanted = [[scope for scope in members if scope in needed]] if sequencer.inline else lanes
+    order: tuple[Scope, ...] = ("world", "local", "inter", "hosts")
+    wanted = [[scope for scope in order if scope in needed]] if sequencer.inline else lanes
     more: list[dict[Scope, Any]] = []
     for i, (lane, has) in enumerate(zip_longest(wanted, sequencer.tracks.scopes, fillvalue=())):
         own = i == 0 and hierarchy is None and throttle.limit is None  # the first round goes over the model's own
-        made = {scope: group if own else siblings.take(members[scope]) for scope in lane if scope not in has}
+        lacks = [scope for scope in lane if scope not in has]
+        made = {scope: group if own else siblings.take(members[scope]) for scope in lacks if scope != "hosts"}
         more.append({scope: g if scope == "local" else throttle.through(g) for scope, g in made.items()})
+        if "hosts" in lacks:
+            words = siblings.take_hosts() if sequencer.inline else (more[0] | sequencer.tracks.first())["world"]
+            more[0]["hosts"] = words
     if servers is not None:
         more[0]["servers"] = servers
     sequencer.extend(more)

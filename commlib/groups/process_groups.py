@@ -56,12 +56,13 @@ def sibling(group: Any, device: torch.device, some: Sequence[int] | None = None)
     )
 
 
-def for_states(group: Any, device: torch.device) -> Any:
+def between_hosts(group: Any, device: torch.device) -> Any:
     """Make another process group, over which values go from host to host. Collective over its ranks only.
 
     Args:
         group: whose ranks.
-        device: where the gradients are. NCCL would send by way of it, where rank 0 has no room for all ranks' states.
+        device: where the gradients are. NCCL would send by way of it: rank 0 has no room there for all ranks' states,
+            and a host that is to read a few values would wait for all that the device has to do before.
     """
     if not waits_on_stream(group, device):
         return sibling(group, device)

@@ -7,6 +7,8 @@ All that commlib asks of streams and events goes through here: of CUDA's, or of 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -131,6 +133,43 @@ def joined(done: torch.futures.Future[Any]) -> None:
     """A :func:`future` is done, and waited for: order this thread's stream behind its value."""
     for by in (_CUDA, *_of_the_cpu):
         by.joined(done)
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """Moment in the work of a device's stream, read without waiting: asked about when it is past.
+
+    Args:
+        host_s: when it was noted, :func:`time.perf_counter`; in a thread's order.
+        event: behind what the stream had been given until then; None on the CPU, which had done it.
+    """
+
+    host_s: float
+    event: Any = None
+
+    def since(self, before: Moment) -> float:
+        """Seconds from another moment of the same device to this one; waits until both are past."""
+        if self.event is None or before.event is None:
+            return self.host_s - before.host_s
+        before.event.synchronize()
+        self.event.synchronize()
+        return float(before.event.elapsed_time(self.event)) / 1e3
+
+
+def moment(device: torch.device) -> Moment:
+    """This moment of the current stream."""
+    by = accelerator(device)
+    event = None if by is None else by.event(timing=True)
+    if by is not None and event is not None:
+        event.record(by.current(device))
+    return Moment(time.perf_counter(), event)
+
+
+def when_done(device: torch.device) -> float:
+    """When the device has done all that it was given, for which this thread waits: :func:`time.perf_counter`."""
+    if (by := accelerator(device)) is not None:
+        by.wait(device)
+    return time.perf_counter()
 
 
 class StreamEvent:

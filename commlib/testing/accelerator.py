@@ -234,7 +234,8 @@ class SimulatedAccelerator:
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """SimulatedMemory of the host."""
         made = torch.empty(shape, dtype=dtype)
-        self._of(made).of_host = True
+        memory = self._of(made)
+        memory.of_host, memory.accesses = True, []
         return made
 
     def has(self, tensor: Tensor) -> bool:
@@ -327,9 +328,10 @@ class SimulatedAccelerator:
             if not memory.alive.expired():
                 continue
             del self._memory[key]
-            home = self.streams[memory.home].clock
+            # it is given away behind what its own stream has now, and the streams that it was recorded on
+            behind = [self.streams[number].clock for number in (memory.home, *memory.kept)]
             for a in memory.accesses if not memory.of_host else ():  # pinned memory waits for its copies by itself
-                if a.stream not in (memory.home, _HOST, *memory.kept) and home.get(a.stream, 0) < a.tick:
+                if a.stream != _HOST and all(clock.get(a.stream, 0) < a.tick for clock in behind):
                     raise StreamRace(
                         f"memory that {a.what} used on {self._name(a.stream)} was freed, and may be given away on "
                         f"{self._name(memory.home)} at once, which is not behind it: call record_stream"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -15,14 +15,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
-from commlib.ddp.hook_slot import slot_of
 from commlib.exchange.sequencer import Sequencer
 from commlib.groups.world import World
 from commlib.runtime.streams import Readback
 from commlib.testing.accelerator import SimulatedAccelerator, SimulatedStream, StreamRace
-from tests.support import stream_ordered_group
 from tests.support.rank_pool import Fleet
-from tests.support.stream_ordered_group import CollectivesDiffer, OrderedWork
+from tests.support.stream_ordered_group import CollectivesDiffer, OrderedWork, device, step
 from tests.support.tiers import full
 from tests.support.tiny_ddp import same_everywhere, torchrun
 
@@ -33,28 +31,6 @@ WARM = 3  # steps: DDP has rebuilt its buckets, and what is made once is made
 def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 40), nn.Tanh(), nn.Linear(40, 5))
-
-
-@contextlib.contextmanager
-def device() -> Iterator[tuple[SimulatedAccelerator, Any]]:
-    """A simulated accelerator, and a communicator of all ranks for it."""
-    stream_ordered_group.register()
-    group = dist.new_group(backend=stream_ordered_group.NAME)
-    with mock.patch.dict(os.environ, {"COMMLIB_KERNELS": "reference"}), SimulatedAccelerator() as gpu:
-        yield gpu, group
-
-
-def step(ddp: DistributedDataParallel, gpu: SimulatedAccelerator, x: Tensor) -> None:
-    ddp.zero_grad()
-    ddp(x).square().mean().backward()
-    slot = slot_of(ddp)
-    if not ddp._comm_hooks or slot is None or slot.attached is None:  # by itself DDP has waited, in C++
-        for stream in list(gpu.streams.values()):
-            gpu.current().wait_stream(stream)
-    with torch.no_grad():
-        for p in ddp.parameters():
-            assert p.grad is not None
-            p.sub_(p.grad, alpha=0.05)
 
 
 def nodes(world: World, local: int) -> contextlib.AbstractContextManager[None]:
@@ -99,8 +75,8 @@ def over_gloo(world: World, spec: str, local: int = 0) -> list[Tensor]:
 
 
 SPECS = (
-    "none", "onebit", "powersgd:rank=2", "topk:ratio=0.1",
-    *full("auto", "fp16", "bf16", "int8", "int4", "sign", "qsgd", "ternary", "natural", "randomk:ratio=0.1",
+    "none", "onebit", "powersgd:rank=2", "topk:ratio=0.1", "factors",
+    *full("owners", "auto", "fp16", "bf16", "int8", "int4", "sign", "qsgd", "ternary", "natural", "randomk:ratio=0.1",
           "dgc:ratio=0.1", "twobit", "dct", "int8@scatter_gather", "onebit@scatter_gather", "topk:ratio=0.1,chunk=64"),
 )  # fmt: skip
 
@@ -225,27 +201,36 @@ def _local(model: nn.Module, optimizer: torch.optim.Optimizer, spec: str, group:
     return commlib.LocalSteps(model, "diloco", spec, tau=2, optimizer=optimizer, process_group=group)
 
 
-def without_ddp(world: World, make: Callable[..., Any], spec: str) -> bool:
+def without_ddp(world: World, make: Callable[..., Any], spec: str) -> tuple[bool, list[list[str]]]:
+    """Whether replicas are equal; and why the host has waited, in the last two steps."""
     with device() as (gpu, group):
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         made = make(model, optimizer, spec, group)
+        waits = []
         for i in range(6):  # the last one is a meeting, if there are meetings
+            gpu.waits.clear()
             model.zero_grad()
             model(_batch(i)).square().mean().backward()
             if make is _local:
                 optimizer.step()
             made.step()
+            waits.append(list(gpu.waits))
         gpu.wait(torch.device("cpu"))
         values = [p.detach().clone() for p in model.parameters()]
         made.close()
-    return all(same_everywhere(world, v) for v in values)
+    return all(same_everywhere(world, v) for v in values), waits[-2:]
 
 
 @pytest.mark.parametrize("spec", ["int8", *full("none", "onebit")])
-@pytest.mark.parametrize("make", [_sharded, _local])
-def test_streams_order_sharded_optimizers_and_local_steps(fleet: Fleet, make: Callable[..., Any], spec: str) -> None:
-    assert fleet.run(2, without_ddp, make, spec) == [True, True]
+@pytest.mark.parametrize(("make", "waits"), [(_sharded, [1, 1]), (_local, [0, 1])])
+def test_the_host_waits_once_where_a_step_or_a_meeting_must_be_known_to_count(
+    fleet: Fleet, make: Callable[..., Any], waits: list[int], spec: str
+) -> None:
+    """Both return whether it did."""
+    for equal, found in fleet.run(2, without_ddp, make, spec):
+        assert equal
+        assert [len(each) for each in found] == waits, found
 
 
 # -- what is left out is found ------------------------------------------------------------------

@@ -136,8 +136,8 @@ MUTANTS: Sequence[Mutant] = (
     ),
     Mutant(
         "commlib/exchange/factors/rounds.py",
-        "(size - 1) * HEADER < summed",
-        "(size - 1) * HEADER > summed",
+        "(size - 1) * WORD < summed",
+        "(size - 1) * WORD > summed",
         "sign",
         "tests/commlib/exchange/factors/test_rounds.py::test_rows_go_again_only_while_that_takes_fewer_bytes_than_the_matrices",
     ),
@@ -151,14 +151,15 @@ MUTANTS: Sequence[Mutant] = (
     swapped(
         "commlib/exchange/factors/rounds.py",
         """\
-        if dirty:
-            return "summed"
-""",
-        """\
         if most <= self._room.rows and all(d == self._room.dtype for d in dtypes):
             return "gathered"
 """,
-        "tests/commlib/exchange/factors/test_rounds.py::test_gradient_besides_the_rows_has_the_matrices_summed_though_all_rows_have_come",
+        """\
+        if worth:
+            self._next = RowCapacity(most, dtype)
+            return "again"
+""",
+        "tests/commlib/exchange/factors/test_rounds.py::test_rows_that_just_fill_the_room_arrive_in_the_first_round",
     ),
     Mutant(
         "commlib/planning/manager/controller.py",

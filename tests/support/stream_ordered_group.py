@@ -10,16 +10,21 @@ what each has issued on this communicator.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 
+from commlib.ddp.hook_slot import slot_of
 from commlib.errors import CommlibError
 from commlib.runtime.streams import accelerator
 from commlib.testing.accelerator import SimulatedAccelerator, SimulatedEvent
@@ -43,15 +48,20 @@ class OrderedWork(dist.Work):
         by: accelerator.
         done: event behind it, on the communicator's stream.
         result: what it fills.
+        inputs: what it reads.
     """
 
-    def __init__(self, by: SimulatedAccelerator, done: SimulatedEvent, result: Sequence[Tensor]) -> None:
+    def __init__(
+        self, by: SimulatedAccelerator, done: SimulatedEvent, result: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> None:
         super().__init__()
         self._by, self._done, self._result = by, done, list(result)
+        self._stash = [*result, *inputs]  # as ProcessGroupNCCL keeps them, and does not record them on its stream
 
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
-        """Order the current stream behind it."""
+        """Order the current stream behind it; nobody keeps its tensors from here on."""
         self._done.wait()
+        self._stash, self._result = [], []
         return True
 
     def is_completed(self) -> bool:
@@ -89,6 +99,7 @@ class StreamOrderedGroup(GroupIdentity):
             gloo(store, about.group_rank, about.group_size, about.timeout) for store in (about.store, told)
         )
         self._streams: dict[SimulatedAccelerator, Any] = {}
+        self._under_way: list[OrderedWork] = []
         self.issued: list[str] = []
 
     def getBackendName(self) -> str:
@@ -124,7 +135,7 @@ class StreamOrderedGroup(GroupIdentity):
         return self._issue("allgather", ins, flat, lambda: self._over.allgather(outs, ins))
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> OrderedWork:
-        return self._issue("allgather", [input], [output], lambda: self._over._allgather_base(output, input))
+        return self._issue("allgather_base", [input], [output], lambda: self._over._allgather_base(output, input))
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> OrderedWork:
         opts = opts or dist.ReduceScatterOptions()
@@ -158,10 +169,10 @@ class StreamOrderedGroup(GroupIdentity):
             call().wait()
         with by.use(own):
             by.ran(reads, fills, f"{kind} on a communicator")
-            for tensor in (*reads, *fills):
-                by.keep(tensor, own)
             done = own.record_event()
-        return OrderedWork(by, done, fills)
+        self._under_way = [work for work in self._under_way if not work.is_completed()]  # its watchdog's
+        self._under_way.append(OrderedWork(by, done, fills, reads))
+        return self._under_way[-1]
 
     def _compare(self) -> None:
         """Raises CollectivesDiffer where ranks issue different ones."""
@@ -191,3 +202,25 @@ def _make(about: Any, options: Any) -> Any:
 
 def _listed(tensors: Any) -> list[Tensor]:
     return list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
+
+
+@contextlib.contextmanager
+def device() -> Iterator[tuple[SimulatedAccelerator, Any]]:
+    """A simulated accelerator, and a communicator of all ranks for it."""
+    register()
+    group = dist.new_group(backend=NAME)
+    with mock.patch.dict(os.environ, {"COMMLIB_KERNELS": "reference"}), SimulatedAccelerator() as gpu:
+        yield gpu, group
+
+
+def step(ddp: DistributedDataParallel, gpu: SimulatedAccelerator, x: Tensor) -> None:
+    ddp.zero_grad()
+    ddp(x).square().mean().backward()
+    slot = slot_of(ddp)
+    if not ddp._comm_hooks or slot is None or slot.attached is None:  # by itself DDP has waited, in C++
+        for stream in list(gpu.streams.values()):
+            gpu.current().wait_stream(stream)
+    with torch.no_grad():
+        for p in ddp.parameters():
+            assert p.grad is not None
+            p.sub_(p.grad, alpha=0.05)

@@ -3,8 +3,7 @@
 The rows have left already when DDP asks for the bucket (:mod:`commlib.exchange.factors`), on a process group that
 carries their first rounds only, in an order that all ranks keep. What follows is issued in the lanes: after the wait,
 in one round, the rows again or the matrices, layer by layer in the order of the bucket. Each rank chooses by all ranks'
-headers and by the sum of all ranks' words, so each issues the same collectives, and whether there are any is the same
-everywhere.
+words, so each issues the same collectives, and whether there are any is the same everywhere.
 
 ``factors``: the rows a linear layer's gradient is made of, from every rank to every rank, and one product there.
 
@@ -25,14 +24,15 @@ from torch import Tensor
 
 from commlib.codecs.base import Compressor, LayerSpec
 from commlib.exchange.base import Exchange
-from commlib.exchange.collectives import AllReduce, Collective, Payers, Rounds
+from commlib.exchange.collectives import AllGather, AllReduce, Among, Collective, Payers, Rounds
 from commlib.exchange.factors import payload
 from commlib.exchange.factors.delivery import BroadcastDelivery, RowDelivery
 from commlib.exchange.factors.payload import RowCapacity, RowPayload
-from commlib.exchange.factors.rounds import Again, FactorRounds, First
+from commlib.exchange.factors.rounds import WORD, Again, FactorRounds, First
 from commlib.exchange.factors.tap import Rows
 from commlib.exchange.layer_task import LayerTask
 from commlib.groups.world import World
+from commlib.runtime.streams import host
 
 
 class RowExchange(Exchange):
@@ -84,20 +84,27 @@ class FactorExchange(RowExchange):
 def collect(items: Sequence[LayerTask], world: World) -> Generator[list[Collective], None, list[LayerTask]]:
     """Wait for the rows; send them again or sum the matrices where any rank asks for it.
 
-    Headers have left with the rows, perhaps before a rank knew that there would be other gradient. So one word a
-    layer travels with the bucket, when that is certain.
+    Rows have left perhaps before a rank knew that there would be other gradient. So it is with the bucket that each
+    rank's word of them travels, when that is certain.
 
     Returns:
         The items whose rows are there, the same on every rank; the others hold the mean gradient already.
     """
     trips = [(item, trip_of(item)) for item in items]
-    late = torch.tensor([trip.late for _, trip in trips], dtype=torch.int32, device=items[0].grad.device)
+    layers = {id(trip): (item, trip) for item, trip in reversed(trips)}
+    device, said = items[0].grad.device, [value for _, trip in layers.values() for value in trip.word()]
+    mine = host(len(said), torch.int64, device)
+    for i, value in enumerate(said):
+        mine[i].fill_(value)
+    words = host(world.size * len(said), torch.int64, device)
+    payers = [(item.meter, WORD) for item, _ in layers.values()]
     yield [
         *(First(trip, _payers(item)) for item, trip in trips),
-        AllReduce(late, [(item.meter, late.itemsize) for item in items]),
+        Among("hosts", AllGather(words.view(torch.uint8), mine.view(torch.uint8), payers)),
     ]
-    heard = [trip.way() for _, trip in trips]
-    ways = ["summed" if n else way for n, way in zip(late.tolist(), heard, strict=True)]
+    heard = words.view(world.size, len(layers), 2).tolist()
+    each = dict(zip(layers, zip(*heard, strict=True), strict=True))  # layer → a word of each rank
+    ways = [trip.way(each[id(trip)]) for _, trip in trips]
     second: list[Collective] = []
     proved = [item for way, (item, trip) in zip(ways, trips, strict=True) if trip.proving and way != "summed"]
     sizes = torch.stack([_size(item.grad) for item in proved]) if proved else None

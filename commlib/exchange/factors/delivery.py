@@ -1,6 +1,6 @@
 """Delivery of a rank's rows: to which ranks they go, and in which bytes: one round of one layer.
 
-Either way each rank gets from each rank one *letter*: a header, and room for so many rows of what it will multiply.
+Either way each rank gets from each rank one *letter*: room for so many rows of what it will multiply.
 
 Which part of a linear layer's gradient each rank makes, where the work is shared out.
 """
@@ -73,10 +73,6 @@ def block(length: int, size: int, rank: int) -> slice:
     return slice(start, start + part + (rank < more))
 
 
-HEADER = 16
-"""Bytes before a rank's rows: their number and flags, as int64."""
-
-
 class RowDelivery(Protocol):
     """The contract: pure but for :meth:`start`; all ranks' are alike."""
 
@@ -87,10 +83,10 @@ class RowDelivery(Protocol):
     """Of the rows that come here from each rank."""
 
     def sent(self, room: RowCapacity) -> int:
-        """Bytes this rank sends in one round, headers included."""
+        """Bytes this rank sends in one round."""
 
     def busiest(self, room: RowCapacity, dtype: torch.dtype = torch.float32) -> int:
-        """Bytes, without headers, that the busiest rank sends until all have the gradient; alike on all ranks.
+        """Bytes that the busiest rank sends until all have the gradient; alike on all ranks.
 
         Args:
             room: of the rows.
@@ -98,19 +94,20 @@ class RowDelivery(Protocol):
         """
 
     def start(
-        self, group: Any, head: Tensor, room: RowCapacity, rows: Sequence[Rows] | None, seeds: tuple[int, int]
-    ) -> tuple[Tensor, Any]:
+        self, group: Any, device: torch.device, room: RowCapacity, rows: Sequence[Rows] | None, seeds: tuple[int, int]
+    ) -> tuple[Tensor, Tensor, Any]:
         """Issue a round.
 
         Args:
             group: process group.
-            head: this rank's header, (2,) int64, on the device of the gradients.
+            device: of the gradients.
             room: the same on all ranks.
             rows: of all calls; None sends zeros.
             seeds: of a random codec, for inputs and output gradients.
 
         Returns:
-            Where the letters of all ranks will be, in rank order, (P·n,) uint8, n a multiple of 8; and the work.
+            Where the letters of all ranks will be, in rank order, (P·n,) uint8, n a multiple of 8; what this rank
+            sends; and the work.
         """
 
 
@@ -127,20 +124,21 @@ class BroadcastDelivery:
 
     def sent(self, room: RowCapacity) -> int:
         """As :meth:`RowDelivery.sent`: in a ring."""
-        return (self.world.size - 1) * (HEADER + self.payload.nbytes(room))
+        return (self.world.size - 1) * self.payload.nbytes(room)
 
     def busiest(self, room: RowCapacity, dtype: torch.dtype = torch.float32) -> int:
         """As :meth:`RowDelivery.busiest`: everybody multiplies for itself, so rows are all."""
         return (self.world.size - 1) * self.payload.nbytes(room)
 
     def start(
-        self, group: Any, head: Tensor, room: RowCapacity, rows: Sequence[Rows] | None, seeds: tuple[int, int]
-    ) -> tuple[Tensor, Any]:
+        self, group: Any, device: torch.device, room: RowCapacity, rows: Sequence[Rows] | None, seeds: tuple[int, int]
+    ) -> tuple[Tensor, Tensor, Any]:
         """Same contract as :meth:`RowDelivery.start`."""
-        letter = torch.zeros(HEADER + self.payload.nbytes(room), dtype=torch.uint8, device=head.device)
-        _write(letter, head, self.payload, room, rows, seeds)
-        out = torch.empty(self.world.size * len(letter), dtype=torch.uint8, device=head.device)
-        return out, group._allgather_base(out, letter)
+        letter = torch.zeros(self.payload.nbytes(room), dtype=torch.uint8, device=device)
+        if rows is not None:
+            self.payload.write(letter, room, rows, seeds)
+        out = torch.empty(self.world.size * len(letter), dtype=torch.uint8, device=device)
+        return out, letter, group._allgather_base(out, letter)
 
 
 class OwnerDelivery:
@@ -161,7 +159,7 @@ class OwnerDelivery:
 
     def sent(self, room: RowCapacity) -> int:
         """As :meth:`RowDelivery.sent`: each letter directly, but its own stays here."""
-        return sum(HEADER + p.nbytes(room) for r, p in enumerate(self._payloads) if r != self.world.rank)
+        return sum(p.nbytes(room) for r, p in enumerate(self._payloads) if r != self.world.rank)
 
     def busiest(self, room: RowCapacity, dtype: torch.dtype = torch.float32) -> int:
         """As :meth:`RowDelivery.busiest`: the last rank's letter to itself is shortest; blocks are padded to the
@@ -170,28 +168,15 @@ class OwnerDelivery:
         return sum(p.nbytes(room) for p in self._payloads[:-1]) + blocks
 
     def start(
-        self, group: Any, head: Tensor, room: RowCapacity, rows: Sequence[Rows] | None, seeds: tuple[int, int]
-    ) -> tuple[Tensor, Any]:
+        self, group: Any, device: torch.device, room: RowCapacity, rows: Sequence[Rows] | None, seeds: tuple[int, int]
+    ) -> tuple[Tensor, Tensor, Any]:
         """Same contract as :meth:`RowDelivery.start`."""
-        lengths = [HEADER + p.nbytes(room) for p in self._payloads]
-        send = torch.zeros(sum(lengths), dtype=torch.uint8, device=head.device)
-        for letter, p, (inputs, outputs) in zip(torch.split(send, lengths), self._payloads, self._columns, strict=True):
-            part = None if rows is None else [(u[:, inputs], v[:, outputs]) for u, v in rows]
-            _write(letter, head, p, room, part, seeds)
+        lengths = [p.nbytes(room) for p in self._payloads]
+        send = torch.zeros(sum(lengths), dtype=torch.uint8, device=device)
+        if rows is not None:
+            letters = torch.split(send, lengths)
+            for letter, p, (inputs, outputs) in zip(letters, self._payloads, self._columns, strict=True):
+                p.write(letter, room, [(u[:, inputs], v[:, outputs]) for u, v in rows], seeds)
         mine = lengths[self.world.rank]
-        out = torch.empty(self.world.size * mine, dtype=torch.uint8, device=head.device)
-        return out, group.alltoall_base(out, send, [mine] * self.world.size, lengths)
-
-
-def _write(
-    letter: Tensor,
-    head: Tensor,
-    payload: RowPayload,
-    room: RowCapacity,
-    rows: Sequence[Rows] | None,
-    seeds: tuple[int, int],
-) -> None:
-    """A letter, zeros so far."""
-    letter[:HEADER].view(torch.int64).copy_(head)
-    if rows is not None:
-        payload.write(letter[HEADER:], room, rows, seeds)
+        out = torch.empty(self.world.size * mine, dtype=torch.uint8, device=device)
+        return out, send, group.alltoall_base(out, send, [mine] * self.world.size, lengths)

@@ -1,16 +1,9 @@
 """All tapped layers of a model, and what becomes of their rows in a step.
 
 Which thread: the taps, :meth:`FactorLayers.complete` and :meth:`FactorLayers.trip` run in the thread of the backward
-pass, and only that one issues first rounds, on a process group that carries nothing else, in the order of
-:class:`commlib.exchange.factors.layers.StepOrder`. So that group sees the same sequence on every rank: of all-gathers
-and all-to-alls, as the layers' routes say, which ranks share. Nothing waits here.
-
-In which order layers' factors leave: the same on every rank. A pure state machine.
-
-Layers become ready in whatever order the backward pass meets them, and a layer that a rank does not use becomes
-ready only when DDP asks for its bucket. They are issued in one fixed order, each as soon as it and all before it are
-ready. At the end of a backward pass every layer is ready, for DDP has asked for every bucket; so all are issued, and
-on every rank in the same order.
+pass, and only that one issues first rounds, in an order that is the same on every rank
+(:mod:`commlib.exchange.factors.order`): of all-gathers and all-to-alls, as the layers' routes say, which ranks share.
+Nothing waits here.
 """
 
 from __future__ import annotations
@@ -29,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commlib.codecs.base import Compressor, Seeds
 from commlib.exchange.base import Routed
 from commlib.exchange.factors.guard import sharing
+from commlib.exchange.factors.order import InterleavedOrder, RowOrder, StepOrder
 from commlib.exchange.factors.retained import has_gradient
 from commlib.exchange.factors.rounds import FactorRounds, RowHistory
 from commlib.exchange.factors.tap import Tap
@@ -36,41 +30,9 @@ from commlib.exchange.registry import BY_ROWS
 from commlib.groups.world import World
 from commlib.runtime.autograd import after_forward, before_forward
 from commlib.runtime.layers import linear_layers
+from commlib.runtime.streams import accelerator
 
 _log = logging.getLogger("commlib")
-
-
-class StepOrder:
-    """Order in which a step's rows leave, learnt from the step before.
-
-    Args:
-        names: all layers, in the order in which they are issued.
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = list(names)
-        self._known = set(names)
-        self._ready: set[str] = set()
-        self._issued = 0
-
-    def ready(self, name: str) -> list[str]:
-        """A layer has become ready (more than once does no harm): those to issue now, in order.
-
-        Raises:
-            KeyError: there is no such layer.
-        """
-        if name not in self._known:
-            raise KeyError(name)
-        self._ready.add(name)
-        start = self._issued
-        while self._issued < len(self.names) and self.names[self._issued] in self._ready:
-            self._issued += 1
-        return self.names[start : self._issued]
-
-    def restart(self) -> None:
-        """The next step begins."""
-        self._ready.clear()
-        self._issued = 0
 
 
 class PassObserver(Protocol):
@@ -111,8 +73,10 @@ class FactorLayers:
         self._sample, self._verified = sample, ""
         self._habits = {name: RowHistory() for name in modules}
         self._trips: dict[str, FactorRounds] = {}
-        self._issued: set[str] = set()
+        self._loaded: set[str] = set()
         self._asked: set[str] = set()
+        self._passed: set[str] = set()
+        self._ordering: type[StepOrder | InterleavedOrder] = StepOrder
         self._armed = self._syncing = False
         self._taps: dict[str, Tap] = {}
         self._around: list[Any] = []
@@ -169,7 +133,7 @@ class FactorLayers:
         """
         self._routes = dict(routes)
         self._proving, self._proofs = frozenset(prove), {}
-        self._order = StepOrder(list(routes))
+        self._order: RowOrder = self._ordering(list(routes))
         for name, count in (rows or {}).items():
             self._habits[name].expect(count)
         self._share()
@@ -213,26 +177,33 @@ class FactorLayers:
 
     def terms(self) -> dict[str, str]:
         """Terms that ranks must have in common where each multiplies for itself, and must come to the same bits."""
-        return {
+        found = {
             "arithmetic": f"{torch.__version__}, {torch.backends.cpu.get_cpu_capability()}",
             "threads": str(torch.get_num_threads()),
         }
+        if any(m.weight.is_cuda for m in self._modules.values()):
+            found["arithmetic"] = f"{torch.__version__}, {torch.cuda.get_device_name()}"
+            found["products"] = torch.get_float32_matmul_precision()
+        return found
 
     @property
     def names(self) -> list[str]:
         """Names of the layers."""
         return list(self._modules)
 
-    def tap(self, group: Any, *, traced: bool = False) -> None:
+    def tap(self, group: Any, *, among_buckets: bool = False, traced: bool = False) -> None:
         """Put the taps on.
 
         Args:
-            group: a process group for their first rounds alone.
+            group: a process group for their first rounds.
+            among_buckets: whether buckets go over it, too.
             traced: whether ``torch.compile`` sees plain layers, of which nothing is caught, and needs no graph break.
         """
         ddp = self._ddp()
         assert ddp is not None
         self._group = group
+        self._ordering = InterleavedOrder if among_buckets else StepOrder
+        self._order = self._ordering(list(self._routes))
         owner = weakref.proxy(self)  # or model, taps and hook would keep each other alive
         self._taps = {name: Tap(name, module, owner, traced=traced) for name, module in self._modules.items()}
         self._share()
@@ -282,20 +253,29 @@ class FactorLayers:
     def complete(self, name: str) -> None:
         """As :meth:`commlib.exchange.factors.tap.TapOwner.complete`: the layer's rows leave as soon as its turn has
         come."""
-        for due in self._order.ready(name):
-            self._start(due)
+        self._load(name)
+        self._start(self._order.ready(name))
 
     # -- what the hook asks --
 
     def trip(self, name: str) -> FactorRounds:
         """The layer's trip in this step. DDP asks for its bucket: what has not come until now will not."""
         self._asked.add(name)
-        self.complete(name)
-        tap, trip = self._taps[name], self._trip(name)
-        if name in self._issued and (tap.foreign or not tap.empty()):  # called again, or its weight is used elsewhere
+        tap = self._taps[name]
+        if name not in self._loaded:
+            self._load(name)
+        elif tap.foreign or not tap.empty():  # called again, or its weight is used elsewhere
             self._note(tap)
-            trip.add(tap.take())
-        return trip
+            self._trip(name).add(tap.take())
+        self._start(self._order.asked(name))
+        return self._trip(name)
+
+    def passed(self, parameters: Sequence[str]) -> None:
+        """All of a bucket has been issued; ``parameters`` names those in it, in order."""
+        layers = dict.fromkeys(name.rpartition(".")[0] for name in parameters)
+        mine = [name for name in layers if name in self._routes and name not in self._passed]
+        self._passed.update(mine)
+        self._start(self._order.passed(mine))
 
     def end_step(self) -> None:
         """DDP has asked for all buckets. A layer that it has not asked for is none of this step's on any rank.
@@ -306,17 +286,15 @@ class FactorLayers:
             ValueError: a layer whose rows were caught: nobody would write its gradient.
         """
         missing = [name for name in self._order.names if name not in self._asked]
-        if missing and (self._asked or self._issued):  # neither, in a dense warm-up
-            lost = [name for name in missing if name in self._issued or not self._taps[name].empty()]
+        if missing and (self._asked or self._loaded):  # neither, in a dense warm-up
+            lost = [name for name in missing if name in self._loaded or not self._taps[name].empty()]
             if lost:
                 raise ValueError(
                     f"DDP does not reduce {', '.join(lost)}: frozen, or left out, when the model was wrapped. Wrap it "
                     f'anew, or give the layer another route, for example {{"{lost[0]}.*": "none"}}'
                 )
             for name in missing:
-                for due in self._order.ready(name):
-                    if due not in missing:
-                        self._start(due)
+                self._start([due for due in self._order.ready(name) if due not in missing])
         self._reset()
 
     def _reset(self) -> None:
@@ -325,8 +303,9 @@ class FactorLayers:
         self._order.restart()
         self._proofs |= {name: trip for name, trip in self._trips.items() if trip.proving}
         self._trips.clear()
-        self._issued.clear()
+        self._loaded.clear()
         self._asked.clear()
+        self._passed.clear()
 
     def begin(self, syncing: bool) -> None:
         """A forward pass of the DDP model begins.
@@ -415,13 +394,22 @@ class FactorLayers:
         drawn = seeds(name)
         return drawn.of(codec, self._world.rank, "u"), drawn.of(codec, self._world.rank, "v")
 
-    def _start(self, name: str) -> None:
+    def _load(self, name: str) -> None:
+        """All rows of a layer have come, as far as is known: they are what leaves when its turn has come."""
+        if name in self._loaded:
+            return
         tap = self._taps[name]
         dirty = tap.foreign or (not tap.grad_is_rows and has_gradient(tap.leaves))
         if dirty:
+            if not tap.foreign and accelerator(tap.leaves[0].device) is not None:
+                tap.why = "its grad was there before the exchange: let zero_grad() set it to None"
             self._note(tap)
-        self._issued.add(name)
-        self._trip(name).start(tap.take(), dirty, self._group)
+        self._loaded.add(name)
+        self._trip(name).load(tap.take(), dirty)
+
+    def _start(self, due: Sequence[str]) -> None:
+        for name in due:
+            self._trip(name).start(self._group)
 
 
 def _registered(layers: weakref.ref[FactorLayers], module: nn.Module, name: str, submodule: object) -> None:

@@ -70,7 +70,10 @@ class RowPayload:
             self.codec.compress(values, part[: self.codec.nbytes(self._spec(room, width))], seed=seeds[i])
 
     def read(self, body: Tensor, room: RowCapacity, count: int) -> Rows:
-        """The first ``count`` rows of a payload; of what travelled as it was, views."""
+        """The first ``count`` rows of a payload; of what travelled as it was, views. Of no room there are none."""
+        if not room.rows:
+            u, v = (torch.empty(0, width, dtype=room.dtype, device=body.device) for width in (self.m, self.n))
+            return u, v
         u, v = (
             self._values(part, room, width)[:count]
             for part, width in zip(self._parts(body, room), (self.m, self.n), strict=True)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from commlib.runtime.streams import accelerator
+
 
 class RetainedInput:
     """Inputs of one layer that its backward pass will need.
@@ -67,5 +69,5 @@ class RetainedInput:
 
 
 def has_gradient(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether there is any, other than zeros."""
-    return any(p.grad is not None and bool(p.grad.any()) for p in parameters)
+    """Whether there is any, other than zeros; on a device, which nobody waits for, any at all."""
+    return any(p.grad is not None and (accelerator(p.device) is not None or bool(p.grad.any())) for p in parameters)

@@ -1,10 +1,12 @@
-"""The factors of one layer on their way through one step: a header and as many rows as are usual.
+"""The factors of one layer on their way through one step: as many rows as are usual.
 
-A collective wants the same number of bytes from every rank, but batches differ. So each rank sends a header with
-its number of rows, and room for as many rows as any rank had lately; what is not filled is zeros. Only if a rank
-has more (as in the first step) a second round follows: the rows again, with room for all; or an all-reduce of the
-matrices, where that takes fewer bytes or where a rank has gradient that did not come from rows. Every rank decides
-from the same headers, so all decide alike. To whom rows go is for :mod:`commlib.exchange.factors.delivery` to know.
+A collective wants the same number of bytes from every rank, but batches differ. So each rank sends room for as many
+rows as any rank had lately; what is not filled is zeros. When DDP asks for the bucket, a word of each rank follows: how
+many rows it has, and whether there is other gradient. Words go from host to host, so that nobody waits for a device to
+know how to go on. Only if a rank has more rows (as in the first step) a second round follows: the rows again, with room
+for all; or an all-reduce of the matrices, where that takes fewer bytes or where a rank has gradient that did not come
+from rows. Every rank decides from the same words, so all decide alike. To whom rows go is for
+:mod:`commlib.exchange.factors.delivery` to know.
 """
 
 from __future__ import annotations
@@ -20,12 +22,17 @@ from torch import Tensor
 
 from commlib.errors import CommlibError
 from commlib.exchange.collectives import Payers
-from commlib.exchange.factors.delivery import HEADER, RowDelivery
+from commlib.exchange.factors.delivery import RowDelivery
 from commlib.exchange.factors.guard import DTYPES
 from commlib.exchange.factors.payload import RowCapacity
 from commlib.exchange.factors.tap import Rows
+from commlib.runtime.streams import accelerator
 
-_DIRTY = 1 << 8  # flag: there is gradient besides the rows; the low byte is the index of the rows' dtype
+Word = tuple[int, int]
+"""What a rank says of its rows: how many there are; the index of their dtype, and flags."""
+WORD = 16
+"""Bytes of a word, two int64."""
+_OTHER = 1 << 8  # flag: there is gradient besides the rows; the low byte is the index of their dtype
 _ROUNDING, _ROUNDING_SHORT = 1e-3, 0.05
 """Difference that rounding explains, relative to the largest value of a rank's gradient: of rows of float32 or float64,
 which are added in another order, and of shorter ones, whose product is rounded before it is reduced."""
@@ -74,9 +81,10 @@ class FactorRounds:
         self._first = self._next = habit.room
         self._rows: list[Rows] = []
         self.late = self._dirty = False
-        self._dtype, self._flags = self._room.dtype, 0
-        self._out = torch.empty(0, dtype=torch.float32)
-        self._works: list[Any] = []
+        self._dtype, self._counts = self._room.dtype, [0]
+        self._out = self._letter = torch.empty(0, dtype=torch.uint8, device=device)
+        self._work: Any = None
+        self._again = False
         self._started = threading.Event()
         self._error: BaseException | None = None
         self._way: Way | None = None
@@ -122,29 +130,26 @@ class FactorRounds:
 
     # -- the first round: issued in the order that all ranks keep, by the thread of the backward pass --
 
-    def start(self, rows: Sequence[Rows], dirty: bool, group: Any) -> None:
-        """Send what there is usually room for.
+    def load(self, rows: Sequence[Rows], dirty: bool) -> None:
+        """Take the rows that are to be sent; before :meth:`start`.
 
         Args:
             rows: what this rank has caught; empty if it did not use the layer.
             dirty: whether it has gradient besides: the matrices must then be summed.
-            group: a process group that carries nothing else.
 
         Raises:
             TypeError: rows of a dtype that cannot travel.
         """
-        self._rows, self._seeds = list(rows), self._ask_seeds()
+        self._rows, self._seeds, self._dirty = list(rows), self._ask_seeds(), dirty
         self._dtype = self._sending.payload.dtype(self._rows, self._room.dtype)
-        self._dirty = dirty
-        self._flags = DTYPES.index(self._dtype) + (_DIRTY if dirty else 0)
+
+    def start(self, group: Any) -> None:
+        """Send what there is usually room for, over a process group whose order all ranks keep."""
         self._send(group, self._room, self.count <= self._room.rows and self._dtype == self._room.dtype)
         self._started.set()
 
     def add(self, rows: Sequence[Rows]) -> None:
-        """There is gradient besides the rows that have left: these rows (already in no header), or other.
-
-        All ranks then sum the matrices, once they have heard of it (:mod:`commlib.exchange.factors.broadcast`).
-        """
+        """There is gradient besides the rows that have left: these rows, or other. All ranks then sum the matrices."""
         self._rows += rows
         self.late = True
 
@@ -174,39 +179,53 @@ class FactorRounds:
         self._started.wait()
         if self._error is not None:
             raise self._error
-        self._works[-1].wait()
+        if self._work is not None:
+            self._work.wait()
+        self._keep(self._out, self._letter)
 
     def wire_bytes(self) -> float:
         """Bytes this rank sends in the first round."""
-        return self._sending.sent(self._first)
+        return self._sending.sent(self._first) if self._first.rows else 0.0
 
     def _send(self, group: Any, room: RowCapacity, fits: bool) -> None:
-        head = torch.tensor([self.count, self._flags], dtype=torch.int64, device=self._device)
         self._room, rows = room, self._rows if fits else None
-        self._out, work = self._sending.start(group, head, room, rows, self._seeds)
-        self._works.append(work)
+        self._work = None
+        if room.rows:  # else there is none on any rank
+            self._out, self._letter, self._work = self._sending.start(group, self._device, room, rows, self._seeds)
+
+    def _keep(self, *tensors: Tensor) -> None:
+        """They were made on the stream of the backward pass, and are in use on this one."""
+        if (by := accelerator(self._device)) is not None:
+            for tensor in tensors:
+                by.keep(tensor, by.current(self._device))
 
     # -- what comes then, in the lanes --
 
-    def way(self) -> Way:
-        """How to go on, once the first round is through."""
+    def word(self) -> Word:
+        """Word of this rank about its rows, once all have come."""
+        return self.count, DTYPES.index(self._dtype) + (_OTHER if self.foreign else 0)
+
+    def way(self, words: Sequence[Word]) -> Way:
+        """How to go on with a parameter, by all ranks' words, in rank order.
+
+        Where the layer's two parameters are in two buckets, words of both may differ in one thing: whether there is
+        other gradient by now.
+        """
         with self._lock:
             if self._way is None:
-                self._way = self._decide()
-            return self._way
+                self._way = self._decide(words)
+            return "summed" if _other(words) else self._way
 
-    def _decide(self) -> Way:
-        heads = [part[:HEADER].view(torch.int64).tolist() for part in self._each()]
-        most = max(rows for rows, _ in heads)
-        dtypes = [DTYPES[flags & 0xFF] for rows, flags in heads if rows]
+    def _decide(self, words: Sequence[Word]) -> Way:
+        self._counts = [rows for rows, _ in words]
+        most = max(self._counts)
+        dtypes = [DTYPES[flags & 0xFF] for rows, flags in words if rows]
         dtype = dtypes[0] if dtypes else self._room.dtype
         for other in dtypes:
             dtype = torch.promote_types(dtype, other)
         worth = self._pays(RowCapacity(most, dtype))
-        dirty = any(flags & _DIRTY for _, flags in heads)
-        self._habit.saw(most if worth and not dirty else 0, dtype)  # a layer that is summed again and again sends none
-        if dirty:
-            return "summed"
+        # a layer that is summed again and again sends none
+        self._habit.saw(most if worth and not _other(words) else 0, dtype)
         if most <= self._room.rows and all(d == self._room.dtype for d in dtypes):
             return "gathered"
         if worth:
@@ -218,12 +237,14 @@ class FactorRounds:
         """Whether so many rows a rank take fewer bytes than an all-reduce of the matrices."""
         size, (n, m) = self._sending.world.size, self.shape
         summed = 2 * (size - 1) / size * n * m * torch.float32.itemsize
-        return self._sending.busiest(room) + (size - 1) * HEADER < summed
+        return self._sending.busiest(room) + (size - 1) * WORD < summed
 
     def again(self, group: Any) -> float:
         """Send the rows once more, unless the layer's other parameter has; the bytes that takes this rank."""
-        if len(self._works) > 1:
+        if self._again:
             return 0.0
+        self._again = True
+        self._keep(*(x for rows in self._rows for x in rows))
         self._send(group, self._next, True)
         return self._sending.sent(self._next)
 
@@ -235,13 +256,14 @@ class FactorRounds:
         with self._lock:
             if self._all is None:
                 self._all = self._unpack()
-                self._out = torch.empty(0, dtype=torch.float32)
+                self._out = self._letter = self._out[:0].clone()
             return self._all
 
     def _unpack(self) -> Rows:
         us, vs = [], []
-        for part in self._each():
-            u, v = self._sending.payload.read(part[HEADER:], self._room, int(part[:HEADER].view(torch.int64)[0]))
+        n = len(self._out) // self._sending.world.size
+        for rank, count in enumerate(self._counts):
+            u, v = self._sending.payload.read(self._out[rank * n : rank * n + n], self._room, count)
             us.append(u)
             vs.append(v)
         return _wide(torch.cat(us)), _wide(torch.cat(vs)) / self._sending.world.size
@@ -250,11 +272,8 @@ class FactorRounds:
         """This rank's rows, or None."""
         if not self._rows:
             return None
+        self._keep(*(x for rows in self._rows for x in rows))
         return _wide(torch.cat([u for u, _ in self._rows])), _wide(torch.cat([v for _, v in self._rows]))
-
-    def _each(self) -> list[Tensor]:
-        n = len(self._out) // self._sending.world.size
-        return [self._out[i : i + n] for i in range(0, len(self._out), n)]
 
 
 class First:
@@ -288,6 +307,11 @@ class Again:
     def wire_bytes(self, world: int) -> float:
         """Bytes this rank sends."""
         return self._bytes
+
+
+def _other(words: Sequence[Word]) -> bool:
+    """Whether any rank has gradient besides that of its rows."""
+    return any(flags & _OTHER for _, flags in words)
 
 
 def _wide(x: Tensor) -> Tensor:

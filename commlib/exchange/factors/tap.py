@@ -93,7 +93,8 @@ class Tap:
         self._rows: list[Rows] = []
         self._calls = 0
         self._hidden = False  # called without grad while training: a checkpoint, which calls again later
-        self._zero = torch.zeros((), dtype=torch.float32, device=module.weight.device)
+        self._zeros = {p.dtype: torch.zeros((), dtype=p.dtype, device=p.device) for p in self.leaves}
+        self._given = False  # autograd has a placeholder for this layer's parameters already, in this step
         self._hooks: list[Any] = []
         self._node_hooks: list[HookTable] = []
         self._nodes: list[object] = []  # marks on the nodes that DDP knows
@@ -263,6 +264,7 @@ class Tap:
 
     def begin(self) -> None:
         """A forward pass of the model begins: a backward pass that is still under way has broken off."""
+        self._given = False
         if self._kept.under_way:
             self._drop()
             self._kept.forget()
@@ -289,20 +291,35 @@ class Tap:
         """Whether nothing was caught since :meth:`take`."""
         return not self._rows
 
+    def placeholders(self) -> list[Tensor | None]:
+        """Zeros that take no memory, one for each parameter.
+
+        Of several calls only the first has them: their sum would take memory, and could not be told from gradient.
+        """
+        if self._given:
+            return [None] * len(self.leaves)
+        self._given = True
+        return [self.placeholder(p) for p in self.leaves]
+
     def placeholder(self, like: Tensor) -> Tensor:
         """Zeros that take no memory."""
-        return self._zero.to(like.dtype).expand(like.shape)
+        return self._zeros[like.dtype].expand(like.shape)
+
+    def _is_placeholder(self, grad: Tensor) -> bool:
+        zero = self._zeros.get(grad.dtype)
+        return zero is not None and grad.untyped_storage().data_ptr() == zero.untyped_storage().data_ptr()
 
     def _watch(self, index: int, grad: Tensor | None) -> None:
-        """Sees all gradient of a parameter: what is not the placeholder came from elsewhere, as a penalty's does."""
+        """Sees all gradient of a parameter: what is not the placeholder came from elsewhere, as a penalty's does.
+
+        Nobody reads its values: a device would have to be waited for.
+        """
         if grad is None or self._kept.saw(index, grad):
             return
         if self.proving and self._owner.on(self.name):
             self._watch_product(index, grad)
             return
-        plain = all(s == 0 for s, n in zip(grad.stride(), grad.shape, strict=True) if n > 1)
-        value = grad[(0,) * grad.dim()] if plain and grad.numel() else grad
-        if self._owner.on(self.name) and bool(value.any()):
+        if self._owner.on(self.name) and not self._is_placeholder(grad):
             self.foreign = True
             self.why = self.why or "gradient that is not of its rows has reached a parameter"
 
@@ -353,7 +370,8 @@ def _backward(ctx: Any, grad: Tensor | None) -> Gradients:
         leave, kept = tap.caught(x, grad)  # first: they travel while the next line is computed
     back = grad.matmul(weight.to(x.dtype) if w is None or not leave else w) if ctx.needs_input_grad[1] else None
     if leave and not tap.proving:
-        return tap.placeholder(tap.leaves[1]) if ctx.has_bias else None, back, tap.placeholder(weight), None
+        zeros = tap.placeholders()
+        return zeros[1] if ctx.has_bias else None, back, zeros[0], None
     flat = grad.reshape(-1, grad.shape[-1])
     own = (flat.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype)
     bias = flat.sum(0).to(weight.dtype) if ctx.has_bias else None

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from commlib.exchange.factors.delivery import HEADER, BlockShares
+from commlib.exchange.factors.delivery import BlockShares
+from commlib.exchange.factors.rounds import WORD
 from commlib.messaging.link_model import Link
 
 
@@ -77,17 +78,17 @@ def factors(
         payload: bytes of a rank's rows, if they are compressed.
         before_s: seconds to compress them.
     """
-    sent = (link.world - 1) * (HEADER + (rows * (n + m) * itemsize if payload is None else payload))
-    flags = link.all_reduce.alpha  # whether the rows are all there is: a word, once for a bucket
+    sent = (link.world - 1) * (WORD + (rows * (n + m) * itemsize if payload is None else payload))
+    words = link.all_gather.alpha  # of the ranks' rows, once for a bucket
     wire = link.all_gather.seconds(sent)
-    return Candidate(route, sent, wire, flags, before_s, after_s=rebuild_s, saved_s=local_s, early=True)
+    return Candidate(route, sent, wire, words, before_s, after_s=rebuild_s, saved_s=local_s, early=True)
 
 
 def owners_sent(n: int, m: int, rows: int, world: int, itemsize: int = 4) -> tuple[int, int]:
     """Bytes of rows and of blocks that a rank sends at most: all blocks as long as the longest."""
     shares = BlockShares(n, m, world)
     values = rows * (min(n, m) + shares.longest)
-    return (world - 1) * (HEADER + values * itemsize), (world - 1) * shares.largest * itemsize
+    return (world - 1) * (WORD + values * itemsize), (world - 1) * shares.largest * itemsize
 
 
 def owners(n: int, m: int, rows: int, link: Link, *, local_s: float, itemsize: int = 4) -> Candidate:
@@ -107,7 +108,7 @@ def owners(n: int, m: int, rows: int, link: Link, *, local_s: float, itemsize: i
     """
     early, late = owners_sent(n, m, rows, link.world, itemsize)
     late_s = link.all_gather.beta * late
-    shared = link.all_reduce.alpha + link.all_gather.alpha  # the word that factors have; blocks, once for a bucket
+    shared = 2 * link.all_gather.alpha  # words, as for factors, and blocks; once for a bucket
     seconds = link.all_gather.seconds(early) + late_s
     return Candidate(
         "owners", early + late, seconds, shared, after_s=local_s, saved_s=local_s, early=True, late_s=late_s

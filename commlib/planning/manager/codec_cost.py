@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,16 +43,14 @@ class CodecCost:
         return cls(**{**x, "before": AlphaBeta(**x["before"]), "after": AlphaBeta(**x["after"])})
 
 
-def measure(
-    route: Route, world: World, device: torch.device, clock: Callable[[], float] = time.perf_counter
-) -> CodecCost:
+def measure(route: Route, world: World, device: torch.device, clock: Callable[[], float]) -> CodecCost:
     """Time a route's codec for matrices of normal numbers, as if all ranks had sent what this one sends.
 
     Args:
         route: compressed.
         world: this rank; it decodes as many payloads as there are ranks, where the exchange wants that.
         device: where gradients are.
-        clock: seconds.
+        clock: seconds, once the device has done what it was given.
     """
     found = [_at(route, shape, world, device, clock) for shape in _SHAPES]
     (small, _, _), (large, gathers, reduces) = found

@@ -23,6 +23,7 @@ from commlib.messaging.link_model import AlphaBeta, AlphaBetaFit, Link, fit
 from commlib.planning.route import resolve
 from commlib.planning.simulate import part
 from commlib.runtime.scratch import give_back, zeros
+from commlib.runtime.streams import accelerator, when_done
 
 _SIZES = (16 << 10, 1 << 20, 8 << 20)  # bytes a rank sends
 _SERVED = (16 << 10, 4 << 20, 32 << 20)  # the same to servers, where a chunk has some megabytes
@@ -128,13 +129,13 @@ class LinkProbe:
             short = expected < 0.03
             for _ in range(_WARM if short else 1):
                 through()
-            times = [_timed(through) for _ in range(_TIMES if short else 2)]
+            times = [_timed(through, self.device) for _ in range(_TIMES if short else 2)]
             points[float(sent)] = max(self._agreed(min(times)), 1e-9)  # what takes longer is not the link
         return fit(list(points.items()))
 
     def _drag(self, through: Callable[[], None]) -> float:
         """How many times as long products take while something is ``through`` beside them; all ranks' common one."""
-        if self.device.type != "cpu":
+        if accelerator(self.device) is not None:
             return 1.0
         counts = torch.zeros(2, 2, dtype=torch.float64)  # alone, beside it; products, seconds
         with concurrent.futures.ThreadPoolExecutor(1, "commlib-probe") as others:
@@ -164,9 +165,9 @@ def measure_product(n: int, m: int, rows: int, dtype: torch.dtype, device: torch
     u, v = torch.ones(rows, m, dtype=dtype, device=device), torch.ones(rows, n, dtype=dtype, device=device)
     out = torch.empty(n, m, dtype=dtype, device=device)
     with torch.no_grad():
-        times = [_timed(lambda: _product(u, v, out)) for _ in range(2)]
+        times = [_timed(lambda: _product(u, v, out), device) for _ in range(2)]
         while len(times) < 4 and sum(times) < 0.2:
-            times.append(_timed(lambda: _product(u, v, out)))
+            times.append(_timed(lambda: _product(u, v, out), device))
     return statistics.median(times[1:])
 
 
@@ -195,7 +196,7 @@ def _products_while(going: Callable[[float], bool]) -> tuple[float, float]:
             return count, seconds
 
 
-def _timed(what: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+def _timed(what: Callable[[], Any], device: torch.device) -> float:
+    start = when_done(device)
     what()
-    return time.perf_counter() - start
+    return when_done(device) - start

@@ -9,6 +9,7 @@ exchanges until the next review are part of the decision, so all ranks come to i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from commlib.planning.manager.measurements import Measurements, StepMeasurements
 from commlib.planning.plan import Plan
 from commlib.planning.route import Route, resolve
 from commlib.runtime.layers import LayerSpec
+from commlib.runtime.streams import Moment, moment, when_done
 from commlib.telemetry.stats import Meter
 from commlib.telemetry.trace import NONE, Trace
 
@@ -89,7 +91,7 @@ class Manager:
         self._dtypes = {s.layer: s.dtype for s in options.specs}
         self._codecs: dict[str, CodecCost] = {}
         self._pilot = Controller(self._model)
-        self._sheet = StepMeasurements()
+        self._sheet = StepMeasurements(functools.partial(moment, options.device))
         self._rows: dict[str, int] = {}
         self._count = 0
         self._before = 0, {name: _seconds(meter) for name, meter in meters.items()}
@@ -109,8 +111,8 @@ class Manager:
         """But the exchange has not."""
         self._sheet.backward_ended()
 
-    def saw(self, ended: float, buckets: Sequence[tuple[float, tuple[str, ...]]]) -> None:
-        """Take note of an exchange that DDP has made by itself, as of one by a hook; :func:`time.perf_counter`."""
+    def saw(self, ended: Moment, buckets: Sequence[tuple[Moment | None, tuple[str, ...]]]) -> None:
+        """Take note of an exchange that DDP has made by itself, as of one by a hook."""
         for at, names in buckets:
             self._sheet.bucket(names, at)
         self._sheet.backward_ended(ended)
@@ -236,7 +238,7 @@ class Manager:
         for name, route in self._routes.items():
             if not route.codec.lossless:
                 timed = Route("gather", route.codec) if route.by_rows else route  # every rank decodes them all
-                found[name] = measure(timed, self._world, self._device)
+                found[name] = measure(timed, self._world, self._device, functools.partial(when_done, self._device))
         return found
 
     def _wire(self) -> float:

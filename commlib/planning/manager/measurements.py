@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from commlib.messaging.link_model import AlphaBeta, Link
 from commlib.planning.manager import codec_cost
 from commlib.planning.manager.codec_cost import CodecCost
+from commlib.runtime.streams import Moment
 
 
 @dataclasses.dataclass
@@ -35,58 +35,76 @@ class MeasuredStep:
 
 
 class StepMeasurements:
-    """Notes down steps.
+    """Notes down steps. On a device it notes moments of its work, which are read when it is asked for them.
 
     Args:
-        clock: seconds, monotonic.
+        now: this moment.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._begun: float | None = None
-        self._ended: float | None = None
-        self._step = MeasuredStep()
-        self.steps: list[MeasuredStep] = []
+    def __init__(self, now: Callable[[], Moment]) -> None:
+        self._now = now
+        self._begun: Moment | None = None
+        self._ended: Moment | None = None
+        self._step = _Noted()
+        self._steps: list[tuple[_Noted, Moment]] = []
 
     def begin(self) -> None:
         """A forward pass begins; only the first since an exchange counts."""
         if self._begun is None:
-            self._begun = self._clock()
+            self._begun = self._now()
 
-    def bucket(self, layers: tuple[str, ...], at: float | None = None) -> None:
-        """DDP hands over a bucket, now or when the clock was ``at``; ``layers`` names its parameters."""
-        self._step.buckets.append((self._since(at), layers))
+    def bucket(self, layers: tuple[str, ...], at: Moment | None = None) -> None:
+        """DDP hands over a bucket, now or at a moment; ``layers`` names its parameters."""
+        self._step.buckets.append((at or self._now(), layers))
 
     def rows(self, layer: str, count: int) -> None:
         """The backward pass has come to a linear layer."""
-        self._step.seen[layer] = self._since()
+        self._step.seen[layer] = self._now()
         self._step.rows[layer] = self._step.rows.get(layer, 0) + count
 
-    def backward_ended(self, at: float | None = None) -> None:
+    def backward_ended(self, at: Moment | None = None) -> None:
         """But the exchange has not; now or then."""
-        self._step.end = self._since(at)
+        self._step.ended = at or self._now()
 
     def end(self) -> None:
         """Everything has been exchanged."""
+        now = self._now()
         if self._begun is not None:
-            self._step.span = self._since()
-            self._step.rest = self._begun - self._ended if self._ended is not None else 0.0
-            self.steps.append(self._step)
-        self._ended, self._begun, self._step = self._clock(), None, MeasuredStep()
+            self._step.before, self._step.through = self._ended, now
+            self._steps.append((self._step, self._begun))
+        self._ended, self._begun, self._step = now, None, _Noted()
 
     def resume(self) -> None:
         """Begin the time between steps anew: a review since the exchange is no rest of the training."""
-        self._ended = self._clock()
+        self._ended = self._now()
 
     def take(self) -> list[MeasuredStep]:
-        """The steps since the last call."""
-        steps, self.steps = self.steps, []
-        return steps
+        """The steps since the last call; waits for the device to be through with them."""
+        steps, self._steps = self._steps, []
+        return [noted.since(begun) for noted, begun in steps]
 
-    def _since(self, at: float | None = None) -> float:
-        if self._begun is None:
-            return 0.0
-        return (self._clock() if at is None else at) - self._begun
+
+@dataclasses.dataclass
+class _Noted:
+    """Moments of a step; as those of :class:`MeasuredStep`."""
+
+    buckets: list[tuple[Moment, tuple[str, ...]]] = dataclasses.field(default_factory=list)
+    seen: dict[str, Moment] = dataclasses.field(default_factory=dict)
+    rows: dict[str, int] = dataclasses.field(default_factory=dict)
+    ended: Moment | None = None
+    through: Moment | None = None
+    before: Moment | None = None
+
+    def since(self, begun: Moment) -> MeasuredStep:
+        """The step, which has come through, in seconds since it began."""
+        return MeasuredStep(
+            [(at.since(begun), names) for at, names in self.buckets],
+            {name: at.since(begun) for name, at in self.seen.items()},
+            self.rows,
+            end=0.0 if self.ended is None else self.ended.since(begun),
+            span=0.0 if self.through is None else self.through.since(begun),
+            rest=0.0 if self.before is None else begun.since(self.before),
+        )
 
 
 @dataclasses.dataclass(frozen=True)

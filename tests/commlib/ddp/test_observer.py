@@ -24,6 +24,7 @@ from commlib.ddp import config
 from commlib.ddp.observer import handed_over
 from commlib.exchange import lanes
 from commlib.groups.world import World
+from commlib.runtime.streams import Moment
 from tests.support.rank_pool import Fleet
 from tests.support.tiny_ddp import Trainer, head, owed, same_everywhere
 
@@ -36,11 +37,11 @@ def test_a_bucket_is_handed_over_when_it_and_those_before_it_are_ready(
     names: list[str], ready: dict[str, float], size: int
 ) -> None:
     buckets = [tuple(names[i : i + size]) for i in range(0, len(names), size)]
-    found = handed_over(buckets, ready)
+    found = handed_over(buckets, {name: Moment(at) for name, at in ready.items()})
     assert [b for _, b in found] == buckets
     for i, (at, _) in enumerate(found):
         before = [n for b in buckets[: i + 1] for n in b]
-        assert at == max([0.0, *(ready[n] for n in before if n in ready)])
+        assert (at and at.host_s) == max((ready[n] for n in before if n in ready), default=None)
 
 
 def net() -> nn.Module:

@@ -197,15 +197,19 @@ def test_layers_by_several_routes_in_one_bucket_meet_only_scopes_that_their_lane
 @pytest.mark.parametrize(
     ("exchanges", "flat", "expected"),
     [
-        ({"dense"}, 1, [("local",), ("inter",), ("local",)]),
-        ({"dense", "scatter_gather"}, 2, [("local",), ("inter",), ("inter", "local"), ("local",)]),
-        ({"dense", "factors"}, 2, [("local", "world"), ("inter", "world"), ("local",)]),
+        ({"dense"}, [("world",)], [("local",), ("inter",), ("local",)]),
+        ({"dense", "scatter_gather"}, [("world",)] * 2, [("local",), ("inter",), ("inter", "local"), ("local",)]),
+        (
+            {"dense", "factors"},
+            [("world", "hosts"), ("world",)],
+            [("local", "world", "hosts"), ("inter", "world"), ("local",)],
+        ),
     ],
 )
 def test_a_lane_has_groups_for_the_scopes_it_may_meet_and_no_others(exchanges, flat, expected):
     found = scopes(exchanges, Hierarchy(((0, 1), (2, 3)), 0))
     assert found == expected
-    assert scopes(exchanges, None) == [("world",)] * flat
+    assert scopes(exchanges, None) == flat
 
 
 def test_ranks_that_ask_for_other_scopes_are_refused_by_the_simulation():

@@ -72,7 +72,8 @@ def test_in_one_bucket_some_layers_go_by_rows_and_some_over_two_levels(name, nod
         habit.expect(room)  # too little for some: then they gather again, or sum the matrices
         trip = FactorRounds(BY_ROWS[name].sending(NONE, *SHAPE, World(rank, size)), habit, CPU)
         u, v = (torch.randn(counts[rank], n, generator=gen) for n in SHAPE[::-1])
-        trip.start([(u, v)] if counts[rank] else [], False, start)
+        trip.load([(u, v)] if counts[rank] else [], False)
+        trip.start(start)
         trip.late = late and rank == 1
         grad = torch.randn(SHAPE, generator=gen) if trip.late else torch.zeros(SHAPE)
         rest = [torch.randn(OTHERS[pair], generator=gen) for pair in others]

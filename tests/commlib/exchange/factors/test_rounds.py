@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from commlib.exchange.factors.delivery import BlockShares, BroadcastDelivery, OwnerDelivery, RowDelivery
 from commlib.exchange.factors.payload import RowCapacity, RowPayload
-from commlib.exchange.factors.rounds import FactorRounds, RowHistory
+from commlib.exchange.factors.rounds import FactorRounds, RowHistory, Way
 from commlib.groups.world import World
 from tests.support.tiny_ddp import Meeting
 
@@ -57,6 +57,12 @@ def rows(k: int, gen: torch.Generator, half: bool) -> tuple[Tensor, Tensor]:
     return torch.randn(k, M, generator=gen).to(dtype), torch.randn(k, N, generator=gen).to(dtype)
 
 
+def heard(trips: Sequence[FactorRounds]) -> list[Way]:
+    """How each rank goes on, by the words of all."""
+    words = [trip.word() for trip in trips]
+    return [trip.way(words) for trip in trips]
+
+
 def part(to: Callable[[World], RowDelivery], rank: int, size: int) -> tuple[slice, slice]:
     """Columns of U and V that a rank gets."""
     shares = BlockShares(N, M, size)
@@ -76,10 +82,11 @@ def test_ranks_get_the_rows_they_multiply_or_know_that_the_matrices_must_be_summ
         trips = [FactorRounds(to(World(r, size)), habit, CPU) for r, habit in enumerate(habits)]
         had = [[rows(k, gen, step.half) for k in calls] for calls in step.calls]
         for trip, mine, dirty in zip(trips, had, step.dirty, strict=True):
-            trip.start(mine, dirty, group)
+            trip.load(mine, dirty)
+            trip.start(group)
         for trip in trips:
             trip.wait()
-        ways = {trip.way() for trip in trips}
+        ways = set(heard(trips))
         assert len(ways) == 1
         way = ways.pop()
         if any(step.dirty):
@@ -129,7 +136,7 @@ def test_rows_of_an_odd_dtype_are_refused() -> None:
     trip = FactorRounds(to_all(World(0, 1)), RowHistory(), CPU)
     odd = torch.zeros(1, M, dtype=torch.complex64), torch.zeros(1, N, dtype=torch.complex64)
     with pytest.raises(TypeError, match="complex64"):
-        trip.start([odd], False, Meeting(1))
+        trip.load([odd], False)
 
 
 def started(
@@ -140,7 +147,8 @@ def started(
     group, had = Meeting(size), [rows(k, gen, False) for k in calls]
     trips = [FactorRounds(to_all(World(r, size)), habit, CPU) for r, habit in enumerate(habits)]
     for trip, mine in zip(trips, had, strict=True):
-        trip.start([mine], dirty and trip is trips[-1], group)
+        trip.load([mine], dirty and trip is trips[-1])
+        trip.start(group)
     return trips, had
 
 
@@ -148,7 +156,7 @@ def started(
 def test_rows_go_again_only_while_that_takes_fewer_bytes_than_the_matrices(k: int, way: str) -> None:
     """4·(N + M) bytes a row, and 4·N·M of the matrices."""
     trips, _ = started([k, k], [RowHistory(), RowHistory()])
-    assert [trip.way() for trip in trips] == [way] * 2
+    assert heard(trips) == [way] * 2
 
 
 def test_rows_that_just_fill_the_room_arrive_in_the_first_round() -> None:
@@ -156,7 +164,7 @@ def test_rows_that_just_fill_the_room_arrive_in_the_first_round() -> None:
     for habit in habits:
         habit.expect(3)
     trips, had = started([3, 1], habits)
-    assert [trip.way() for trip in trips] == ["gathered"] * 2
+    assert heard(trips) == ["gathered"] * 2
     for trip in trips:
         u, v = trip.everyone()
         assert torch.equal(u, torch.cat([u for u, _ in had]))
@@ -168,4 +176,4 @@ def test_gradient_besides_the_rows_has_the_matrices_summed_though_all_rows_have_
     for habit in habits:
         habit.expect(3)
     trips, _ = started([3, 3], habits, dirty=True)
-    assert [trip.way() for trip in trips] == ["summed"] * 2
+    assert heard(trips) == ["summed"] * 2

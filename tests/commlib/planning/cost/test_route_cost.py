@@ -21,7 +21,7 @@ from commlib.planning.cost import route_cost, volume
 from commlib.planning.cost.volume import FactorableShape
 
 F32 = 4  # bytes
-HEADER = 16  # bytes before a rank's rows
+WORD = 16  # bytes in which a rank says how many rows it has
 SHAPES = st.integers(2, 64).flatmap(
     lambda p: st.builds(
         FactorableShape,
@@ -45,7 +45,7 @@ def factors(s: FactorableShape, link: Link, local_s: float = 0.0, rebuild_s: flo
 
 def values(way: route_cost.Candidate, headers: int = 0) -> float:
     """Sent and received: a ring and an all-gather receive as much as they send."""
-    return 2 * (way.sent - headers * HEADER) / F32
+    return 2 * (way.sent - headers * WORD) / F32
 
 
 def test_a_square_layer_on_eight_ranks_moves_the_values_of_the_papers() -> None:
@@ -87,8 +87,8 @@ def test_a_layer_s_rows_are_as_many_bytes_as_its_trip_sends_but_for_padding(s: F
     habit = RowHistory()
     habit.expect(s.rows)
     trip = FactorRounds(BroadcastDelivery(RowPayload(s.n, s.m), World(0, s.workers)), habit, torch.device("cpu"))
-    padding = trip.wire_bytes() - factors(s, Link.ring(s.workers, 1, 0)).sent
-    assert padding == (s.workers - 1) * (-s.factors * F32 % 8)  # the next rank's header begins at a multiple of 8
+    padding = trip.wire_bytes() + (s.workers - 1) * WORD - factors(s, Link.ring(s.workers, 1, 0)).sent
+    assert padding == (s.workers - 1) * (-s.factors * F32 % 8)  # the next rank's letter begins at a multiple of 8
 
 
 @given(SHAPES, st.floats(0, 1), st.floats(0, 1))
@@ -98,7 +98,7 @@ def test_rows_pay_a_gather_and_a_product_and_save_the_local_one(
     link = Link(s.workers, ODD.all_reduce, ODD.all_gather)
     way = factors(s, link, local_s, rebuild_s)
     assert way.link_s == link.all_gather.seconds(way.sent)
-    assert way.shared_s == link.all_reduce.alpha  # a word whether the rows are all there is
+    assert way.shared_s == link.all_gather.alpha  # words of the ranks' rows
     assert way.alone_s == pytest.approx(way.link_s + rebuild_s - local_s)
     assert (way.route, way.early, way.before_s) == ("factors", True, 0)
 
@@ -111,7 +111,7 @@ def test_owners_pay_two_collectives_and_their_blocks_and_compute_what_they_save(
     way = route_cost.owners(s.n, s.m, s.rows, link, local_s=local_s)
     assert way.link_s == pytest.approx(link.all_gather.seconds(way.sent))
     assert 0 < way.late_s < way.link_s
-    assert way.shared_s == link.all_reduce.alpha + link.all_gather.alpha
+    assert way.shared_s == 2 * link.all_gather.alpha
     assert (way.after_s, way.saved_s, way.before_s) == (local_s, local_s, 0)
     assert (way.route, way.early) == ("owners", True)
 
@@ -122,7 +122,7 @@ def test_owners_are_the_bytes_that_the_cost_model_counts_and_never_fewer_than_ar
 ) -> None:
     p = s.workers
     s = dataclasses.replace(s, m=s.m * p, n=s.n * p) if whole else s
-    sent = sum(route_cost.owners_sent(s.n, s.m, s.rows, p)) - (p - 1) * HEADER
+    sent = sum(route_cost.owners_sent(s.n, s.m, s.rows, p)) - (p - 1) * WORD
     counted = published_costs.blocks_colocated(s) / 2 * F32
     assert sent == pytest.approx(counted) if whole else sent >= counted * (1 - 1e-12)
     padding = 7 * (p - 1)
@@ -131,7 +131,7 @@ def test_owners_are_the_bytes_that_the_cost_model_counts_and_never_fewer_than_ar
 
 def test_rows_of_half_as_many_bytes_a_value_are_half_as_many_bytes() -> None:
     whole, half = (
-        route_cost.factors(30, 20, 7, ODD, local_s=0, rebuild_s=0, itemsize=size).sent - 3 * HEADER for size in (4, 2)
+        route_cost.factors(30, 20, 7, ODD, local_s=0, rebuild_s=0, itemsize=size).sent - 3 * WORD for size in (4, 2)
     )
     assert whole == 2 * half == 3 * 7 * 50 * 4
 

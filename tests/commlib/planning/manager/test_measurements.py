@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from commlib.messaging.link_model import AlphaBeta, Link
 from commlib.planning.manager.decision import Decision
 from commlib.planning.manager.measurements import MeasuredStep, Measurements, StepMeasurements, slowest
+from commlib.runtime.streams import Moment
 
 LINK = Link(3, AlphaBeta(0.5, 1e-8), AlphaBeta(0.25, 2e-8))
 SERVED = dataclasses.replace(LINK, push_pull=AlphaBeta(0.125, 3e-8))
@@ -43,8 +44,8 @@ class Clock:
     def __init__(self) -> None:
         self.now = 100.0
 
-    def __call__(self) -> float:
-        return self.now
+    def __call__(self) -> Moment:
+        return Moment(self.now)
 
 
 def figures(**changes: object) -> Measurements:
@@ -91,7 +92,7 @@ def test_a_step_without_a_forward_pass_is_not_counted_but_ends_the_one_before() 
     sheet.backward_ended()
     clock.now = 105.0
     sheet.end()
-    assert sheet.steps == []
+    assert sheet.take() == []
     clock.now = 107.0
     sheet.begin()
     sheet.bucket(("b",))

@@ -45,8 +45,8 @@ class Accelerator(Protocol):
     def wait(self, device: torch.device) -> None:
         """This thread waits for all that the device has been given."""
 
-    def future(self, device: torch.device) -> torch.futures.Future[Any]:
-        """A future whose value is ready once the stream current at :meth:`complete` has come so far."""
+    def future(self, *devices: torch.device) -> torch.futures.Future[Any]:
+        """A future whose value is ready once the streams current at :meth:`complete` have come so far."""
 
     def complete(self, future: torch.futures.Future[Any], value: object) -> None:
         """Set the value of such a future; no thread waits for it."""
@@ -83,8 +83,8 @@ class _Cuda:
     def wait(self, device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
-    def future(self, device: torch.device) -> torch.futures.Future[Any]:
-        return torch.futures.Future(devices=[device])
+    def future(self, *devices: torch.device) -> torch.futures.Future[Any]:
+        return torch.futures.Future(devices=list(devices))
 
     def complete(self, future: torch.futures.Future[Any], value: object) -> None:
         future.set_result(value)

@@ -171,6 +171,7 @@ class SimulatedAccelerator:
         self._numbers = itertools.count(1)
         self.streams: dict[int, SimulatedStream] = {}
         self._memory: dict[int, SimulatedMemory] = {}
+        self._freed: dict[int, list[Access]] = {}  # by the stream of what was freed: uses that it may not be behind
         self._done: weakref.WeakKeyDictionary[Any, Clock] = weakref.WeakKeyDictionary()
         self.host: Clock = {}
         self.waits: list[str] = []
@@ -233,9 +234,9 @@ class SimulatedAccelerator:
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """SimulatedMemory of the host."""
-        made = torch.empty(shape, dtype=dtype)
-        memory = self._of(made)
-        memory.of_host, memory.accesses = True, []
+        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+            made = torch.empty(shape, dtype=dtype)
+        self._of(made).of_host = True
         return made
 
     def has(self, tensor: Tensor) -> bool:
@@ -247,7 +248,7 @@ class SimulatedAccelerator:
         for stream in self.streams.values():
             self.host_waits("synchronize()", stream.clock)
 
-    def future(self, device: torch.device) -> torch.futures.Future[Any]:
+    def future(self, *devices: torch.device) -> torch.futures.Future[Any]:
         """A new one."""
         return torch.futures.Future()
 
@@ -282,17 +283,28 @@ class SimulatedAccelerator:
                 merge(self.host, self.current().clock)
             self._access([(tensor, False)], what, _HOST)
 
-    def ran(self, reads: Iterable[Tensor], writes: Iterable[Tensor], what: str, *, waits: bool = False) -> None:
+    def ran(
+        self,
+        reads: Iterable[Tensor],
+        writes: Iterable[Tensor],
+        what: str,
+        *,
+        waits: bool = False,
+        allocates: bool = False,
+    ) -> None:
         """An operator was given to the current stream; one that has none of the device's tensors is the host's.
 
         Args:
             reads, writes: tensors.
             what: its name.
             waits: the host waits for it, if it copies between the two.
+            allocates: some of what it writes is new memory, which may have been another tensor's.
         """
         with self._lock:
             self.operations += 1
             self._see_what_was_freed()
+            if allocates:
+                self._reuse(self.current(), what)
             used = [*((t, False) for t in reads), *((t, True) for t in writes)]
             where = {self.has(t) for t, _ in used if t.numel()}
             if not where:
@@ -328,14 +340,21 @@ class SimulatedAccelerator:
             if not memory.alive.expired():
                 continue
             del self._memory[key]
-            # it is given away behind what its own stream has now, and the streams that it was recorded on
-            behind = [self.streams[number].clock for number in (memory.home, *memory.kept)]
-            for a in memory.accesses if not memory.of_host else ():  # pinned memory waits for its copies by itself
-                if a.stream != _HOST and all(clock.get(a.stream, 0) < a.tick for clock in behind):
-                    raise StreamRace(
-                        f"memory that {a.what} used on {self._name(a.stream)} was freed, and may be given away on "
-                        f"{self._name(memory.home)} at once, which is not behind it: call record_stream"
-                    )
+            # it is not given away before what the streams that it was recorded on have now
+            behind = [self.streams[number].clock for number in memory.kept]
+            left = [a for a in memory.accesses if a.stream not in (memory.home, _HOST)]
+            left = [a for a in left if all(clock.get(a.stream, 0) < a.tick for clock in behind)]
+            if not memory.of_host:  # pinned memory waits for its copies by itself
+                self._freed.setdefault(memory.home, []).extend(left)
+
+    def _reuse(self, stream: SimulatedStream, what: str) -> None:
+        """New memory, which may be any that was freed on this stream."""
+        for a in self._freed.pop(stream.number, []):
+            if max(stream.clock.get(a.stream, 0), self.host.get(a.stream, 0)) < a.tick:
+                raise StreamRace(
+                    f"memory that {a.what} used on {self._name(a.stream)} was freed, and {what} at {_place()} may be "
+                    f"given it on {stream.name}, which is not behind that: call record_stream"
+                )
 
     def _of(self, tensor: Tensor) -> SimulatedMemory:
         storage = tensor.untyped_storage()
@@ -405,10 +424,11 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for t in tree_leaves(made)
             if isinstance(t, Tensor)
         ]  # fmt: skip
-        writes += [t for t in fresh if t.layout == torch.strided and t.untyped_storage()._cdata not in known]
+        fresh = [t for t in fresh if t.layout == torch.strided and t.untyped_storage()._cdata not in known]
+        writes += fresh
         reads, writes = ([t for t in some if t.layout == torch.strided] for some in (reads, writes))
         waits = func._schema.name == "aten::copy_" and not (kwargs.get("non_blocking") or (args[2:] or [False])[0])
-        self._by.ran(reads, writes, str(func), waits=waits)
+        self._by.ran(reads, writes, str(func), waits=waits, allocates=bool(fresh))
         return result
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,8 +20,9 @@ from commlib.exchange.sequencer import Sequencer
 from commlib.groups.world import World
 from commlib.runtime.streams import Readback
 from commlib.testing.accelerator import SimulatedAccelerator, SimulatedStream, StreamRace
+from commlib.transports.process_group import algorithms
 from tests.support.rank_pool import Fleet
-from tests.support.stream_ordered_group import CollectivesDiffer, OrderedWork, device, step
+from tests.support.stream_ordered_group import NAME, CollectivesDiffer, OrderedWork, device, step
 from tests.support.tiers import full
 from tests.support.tiny_ddp import same_everywhere, torchrun
 
@@ -38,8 +40,8 @@ def nodes(world: World, local: int) -> contextlib.AbstractContextManager[None]:
     return torchrun(world, local) if local else contextlib.nullcontext()
 
 
-def trained(world: World, spec: str, local: int = 0) -> dict[str, Any]:
-    with nodes(world, local), device() as (gpu, group):
+def trained(world: World, spec: str, local: int = 0, backend: str = NAME) -> dict[str, Any]:
+    with nodes(world, local), device(backend) as (gpu, group):
         # views: DDP waits for its own works in C++, where the simulation does not see it, and would copy behind that
         options: dict[str, Any] = {"bucket_cap_mb": 0.01, "init_sync": False, "gradient_as_bucket_view": True}
         ddp = DistributedDataParallel(net(), process_group=group, **options)
@@ -54,7 +56,7 @@ def trained(world: World, spec: str, local: int = 0) -> dict[str, Any]:
         stats, hooked = comm.stats(), bool(ddp._comm_hooks)
         values = [p.detach().clone() for p in ddp.parameters()]
         comm.close()
-    found = {"waits": waits, "steps": stats.steps, "hooked": hooked, "issued": len(group.issued)}
+    found = {"waits": waits, "steps": stats.steps, "hooked": hooked, "issued": len(getattr(group, "issued", ()))}
     return found | {"equal": all(same_everywhere(world, v) for v in values), "values": values}
 
 
@@ -102,6 +104,20 @@ def test_under_a_hierarchy_too(fleet: Fleet, spec: str) -> None:
         assert one["waits"] == []
         assert one["steps"] == STEPS
         assert one["hooked"]
+        assert one["equal"]
+        assert all(torch.equal(a, b) for a, b in zip(one["values"], values, strict=True))
+
+
+SCHEDULES = {path.name for path in Path(algorithms.__path__[0]).glob("*.py")}
+"""Files whose own room in the host's memory is taken for a device's."""
+
+
+@pytest.mark.parametrize("spec", ["onebit", *full("none", "auto", "int8@scatter_gather", "factors", "owners")])
+def test_over_zmq_tensors_are_staged_in_the_host_s_memory_in_order(fleet: Fleet, spec: str) -> None:
+    found = fleet.run(2, trained, spec, 0, "zmq")
+    plain = fleet.run(2, over_gloo, spec)
+    for one, values in zip(found, plain, strict=True):
+        assert [why for why in one["waits"] if why.rpartition(" at ")[2].partition(":")[0] not in SCHEDULES] == []
         assert one["equal"]
         assert all(torch.equal(a, b) for a, b in zip(one["values"], values, strict=True))
 

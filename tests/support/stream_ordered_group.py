@@ -137,10 +137,14 @@ class StreamOrderedGroup(GroupIdentity):
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> OrderedWork:
         return self._issue("allgather_base", [input], [output], lambda: self._over._allgather_base(output, input))
 
+    all_gather_single = _allgather_base  # as torch 2.13 calls it
+
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> OrderedWork:
         opts = opts or dist.ReduceScatterOptions()
         call = functools.partial(self._over._reduce_scatter_base, output, input, opts)
         return self._issue("reduce_scatter", [input], [output], call)
+
+    reduce_scatter_single = _reduce_scatter_base
 
     def alltoall_base(
         self, output: Tensor, input: Tensor, outs: list[int], ins: list[int], opts: Any = None
@@ -205,10 +209,10 @@ def _listed(tensors: Any) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def device() -> Iterator[tuple[SimulatedAccelerator, Any]]:
-    """A simulated accelerator, and a communicator of all ranks for it."""
+def device(backend: str = NAME) -> Iterator[tuple[SimulatedAccelerator, Any]]:
+    """A simulated accelerator, and a communicator of all ranks for it, or a process group of another backend."""
     register()
-    group = dist.new_group(backend=NAME)
+    group = dist.new_group(backend=backend)
     with mock.patch.dict(os.environ, {"COMMLIB_KERNELS": "reference"}), SimulatedAccelerator() as gpu:
         yield gpu, group
 

@@ -40,13 +40,13 @@ class Staged:
     """Tensor of one call, in the host's memory.
 
     Args:
-        by: the accelerator of its device.
+        by: the accelerator of its device; kept.
         tensor: in a device's memory, any shape and strides.
         read: its values are wanted; else only room for new ones.
     """
 
     def __init__(self, by: Accelerator, tensor: Tensor, *, read: bool) -> None:
-        self._by, self._tensor, self._read = by, tensor, read
+        self.by, self._tensor, self._read = by, tensor, read
         self._out, self._back = _streams(by, tensor.device)
         self._begun, self._there, self._filled = (by.event() for _ in range(3))
         self._begun.record(by.current(tensor.device))
@@ -75,15 +75,15 @@ class Staged:
             self._back.wait_event(self._begun)
             self._tensor.copy_(self.host.view(self._tensor.shape), non_blocking=True)
             self._filled.record(self._back)
-        self._by.keep(self._tensor, self._back)
+        self.by.keep(self._tensor, self._back)
 
     def join(self) -> None:
         """Order this thread's stream, from now on, after that copy."""
-        self._by.current(self._tensor.device).wait_event(self._filled)
+        self.by.current(self._tensor.device).wait_event(self._filled)
 
     def after(self) -> Any:
         """A context: what is given to the current stream comes after that copy."""
-        return self._by.use(self._back)
+        return self.by.use(self._back)
 
 
 class HostTensors(Protocol):

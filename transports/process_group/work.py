@@ -113,11 +113,17 @@ class CollectiveWork(dist.Work):
         """
         with self._lock:
             if self._future is None:
-                self._ending = torch.futures.Future(devices=[s.device for s in self._staged])
+                self._ending = self._awaited()
                 self._future = self._ending.then(self._come_through)
                 if self._ended.is_set():
                     self._tell(self._ending)
             return self._future
+
+    def _awaited(self) -> torch.futures.Future[list[Tensor]]:
+        """Future of what is filled, wherever that is."""
+        if not self._staged:
+            return torch.futures.Future()
+        return self._staged[0].by.future(*(each.device for each in self._staged))
 
     def _come_through(self, ending: torch.futures.Future[list[Tensor]]) -> list[Tensor]:
         if self._error is not None:
@@ -131,4 +137,7 @@ class CollectiveWork(dist.Work):
         with contextlib.ExitStack() as streams:  # those that the future's users are to come after
             for each in self._staged:
                 streams.enter_context(each.after())
-            future.set_result(self._result)
+            if self._staged:
+                self._staged[0].by.complete(future, self._result)
+            else:
+                future.set_result(self._result)

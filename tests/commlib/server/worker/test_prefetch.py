@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from commlib.errors import PeerLost
+from commlib.runtime.streams import StreamEvent
 from commlib.server.job.chunks import Chunk, ParameterPiece
 from commlib.server.worker.prefetch import PrefetchCache
+from commlib.testing.accelerator import SimulatedAccelerator, StreamRace
 from tests.support.tiers import examples
 
 CPU = torch.device("cpu")
@@ -64,11 +66,8 @@ def order(rng: random.Random, keys: list[str], asked: set[str]) -> list[tuple[st
     return [("take", k) for k in some if k in asked] + [("push", k) for k in rng.sample(keys, len(keys))]
 
 
-@settings(max_examples=examples(30))
-@given(st.integers(0, 1 << 32), st.integers(1, 6), st.integers(1, 9))
-def test_what_is_moved_is_what_it_was_in_any_order_and_a_deviation_is_noticed(
-    seed: int, count: int, ahead: int
-) -> None:
+def trained(seed: int, count: int, ahead: int) -> None:
+    """Iterations in which every value and every gradient is looked at."""
     rng = random.Random(seed)
     shards, own = Shards(rng), chunks(rng, count)
     cache, by_key = PrefetchCache(shards, own, CPU, ahead), {c.key: c for c in own}
@@ -103,6 +102,30 @@ def test_what_is_moved_is_what_it_was_in_any_order_and_a_deviation_is_noticed(
         assert shards.pushed == expected
     finally:
         cache.close()
+
+
+SCENES = st.integers(0, 1 << 32), st.integers(1, 6), st.integers(1, 9)
+
+
+@settings(max_examples=examples(30))
+@given(*SCENES)
+def test_what_is_moved_is_what_it_was_in_any_order_and_a_deviation_is_noticed(
+    seed: int, count: int, ahead: int
+) -> None:
+    trained(seed, count, ahead)
+
+
+@settings(max_examples=examples(10))
+@given(*SCENES)
+def test_on_a_device_streams_order_whatever_is_moved(seed: int, count: int, ahead: int) -> None:
+    with SimulatedAccelerator():
+        trained(seed, count, ahead)
+
+
+def test_values_that_are_not_waited_for_are_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StreamEvent, "hold", lambda self: None)
+    with pytest.raises(StreamRace, match="which is not behind"), SimulatedAccelerator():
+        trained(0, 4, 2)
 
 
 def test_values_come_before_they_are_needed_in_buffers_for_a_few_chunks_not_for_all() -> None:

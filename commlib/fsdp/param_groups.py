@@ -11,7 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 
 from commlib.codecs.base import LayerSpec
 from commlib.errors import CommlibError
+from commlib.groups.process_groups import sibling
 from commlib.runtime.layers import all_parameters, kinds_of, plain_name, refuse_sparse
 
 _NEEDED = ("set_custom_reduce_scatter", "set_custom_all_gather")
@@ -41,6 +42,7 @@ class ParamGroup:
         names: of all parameters, trained or not, in the order in which they lie in memory.
         specs: of the trained ones, by name; float dtype as stored.
         present: names of those that had a gradient as the last backward pass came to the unit's end.
+        alone: a process group of this rank, where nothing is sharded.
     """
 
     name: str
@@ -49,15 +51,16 @@ class ParamGroup:
     names: list[str]
     specs: dict[str, LayerSpec]
     present: list[str] = dataclasses.field(default_factory=list)
+    alone: Any = None
 
     @property
     def shard_group(self) -> Any:
-        """The process group whose ranks share the parameters out."""
-        return self.inner.mesh_info.shard_process_group
+        """The process group whose ranks share the parameters out; under ``replicate`` of this rank alone."""
+        return getattr(self.inner.mesh_info, "shard_process_group", self.alone)
 
     @property
     def replicate_group(self) -> Any:
-        """Under HSDP the group of the ranks that hold the same shard; None without."""
+        """Under HSDP and ``replicate`` the group of the ranks that hold the same shard; None without."""
         return getattr(self.inner.mesh_info, "replicate_process_group", None)
 
     def watch(self) -> Callable[[], None]:
@@ -148,8 +151,18 @@ def units_of(model: nn.Module) -> list[ParamGroup]:
             found += _units_at(prefix or "the root", module, names, kinds)
     if not any(unit.specs for unit in found):
         raise ValueError("the model has no parameter that requires a gradient: there is nothing to exchange")
+    _whole(found)
     _check_one_mesh(found)
     return found
+
+
+def _whole(units: Sequence[ParamGroup]) -> None:
+    """What ``replicate`` was called on is HSDP whose shards are the whole: each rank shares with itself."""
+    if not hasattr(units[0].inner.mesh_info, "shard_process_group"):
+        group = units[0].inner.mesh_info.replicate_process_group
+        alone = sibling(group, units[0].inner.device, [group.rank()])
+        for unit in units:
+            unit.alone = alone
 
 
 def _units_at(where: str, module: Any, names: dict[int, str], kinds: Any) -> list[ParamGroup]:

@@ -26,6 +26,8 @@ TO_OWNERS = "reduce_scatter"
 class Replicas(Hierarchy):
     """HSDP as a hierarchy: a *node* is a set of ranks that share the parameters out, dense inside; routes go between.
 
+    Of ``replicate`` every rank is a node.
+
     The rows that a rank exchanges are those that FSDP2 has given it.
     """
 
@@ -42,6 +44,8 @@ class Replicas(Hierarchy):
 
     def about(self) -> str:
         """Number of replicas and shards, in words."""
+        if self.local.size == 1:
+            return f"replicate: routes between {self.inter.size} ranks"
         return f"HSDP: dense over {self.local.size} shards, routes between {self.inter.size} replicas"
 
 
@@ -74,7 +78,8 @@ def plan_of(
     else:
         made = make_plan(specs, named, world=replicas.inter.size, min_size=min_size)
         for p in made:
-            if why := refuse(p.route, p.spec) or _rows(p):
+            in_parts = refuse(p.route, p.spec) if replicas.local.size > 1 else None
+            if why := in_parts or _rows(p):
                 raise ValueError(f"{p.spec.name} by {p.route} cannot be taken between replicas of shards: {why}")
         made = made.noted(replicas.about(), local=replicas.local.size)
     return made if policy is None else made.because("exact", "nothing is measured for FSDP2 yet: as it is")

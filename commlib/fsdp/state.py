@@ -29,7 +29,7 @@ from commlib.telemetry.stats import Stats
 
 
 class ShardedState:
-    """The state of compression for FSDP2: plan, residuals, statistics::
+    """The state of compression for FSDP2 and ``replicate``: plan, residuals, statistics::
 
         for block in model.layers:
             fully_shard(block)
@@ -37,8 +37,9 @@ class ShardedState:
         comm = commlib.attach(model, "onebit", parameters="int8")
 
     Gradients go to the ranks that own them by the plan's codecs, with residuals by parameter name; under HSDP (a mesh
-    of two dimensions) they are reduced as they are inside a replica, and go between replicas by the plan. A unit whose
-    layers all go as they are keeps FSDP2's own collective. Making one is collective.
+    of two dimensions) they are reduced as they are inside a replica, and go between replicas by the plan. Of a model
+    that ``replicate`` was called on, DDP's successor, they go between all ranks. A unit whose layers all go as they are
+    keeps FSDP2's own collective. Making one is collective.
 
     A codec with error feedback keeps, on each rank, two float32 values for each value of the *whole* model: what
     FSDP2 saves, such a codec takes again. Under HSDP it is of the rank's own shard only. ``ef=off`` keeps nothing.
@@ -85,6 +86,8 @@ class ShardedState:
             specs = [spec for unit in units for spec in unit.specs.values()]
             self._plan = plan_of(specs, compressor, world=shard.size, min_size=min_size, replicas=replicas)
             chunks = [spec for unit in units for spec in unit.gathered()]
+            if parameters is not None and shard.size == 1:
+                raise ValueError("parameters: every rank has them all (replicate), and none are gathered: leave it out")
             codecs = codecs_of(chunks, parameters, min_size)
             warm([*codecs.values(), *(p.route.codec for p in self._plan)], units[0].inner.device)
             scale = LossScale(scaler, model)

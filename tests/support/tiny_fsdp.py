@@ -47,6 +47,7 @@ class ShardedTrainer:
         policy: of mixed precision.
         more: whether a step uses the layer that is used sometimes.
         shard: options of ``fully_shard``.
+        wrap: ``fully_shard``, or ``replicate``.
         **options: of ``attach``; by default no layer is too small to compress.
     """
 
@@ -60,6 +61,7 @@ class ShardedTrainer:
         policy: MixedPrecisionPolicy | None = None,
         more: Callable[[int], bool] = lambda step: False,
         shard: dict[str, Any] | None = None,
+        wrap: Callable[..., Any] = fully_shard,
         **options: Any,
     ) -> None:
         self.world, self.scaler, self.more, self.step = world, scaler, more, 0
@@ -71,8 +73,8 @@ class ShardedTrainer:
             "mp_policy": policy or MixedPrecisionPolicy(),
             **(shard or {}),
         }
-        fully_shard(self.model.second, **given)
-        fully_shard(self.model, **given)
+        wrap(self.model.second, **given)
+        wrap(self.model, **given)
         self.comm: Any = None
         if rule is not None:
             self.comm = commlib.attach(self.model, rule, **{"min_size": 0, "scaler": scaler, **options})

@@ -234,7 +234,7 @@ class SimulatedAccelerator:
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """SimulatedMemory of the host."""
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        with torch._C._DisableTorchDispatch():
             made = torch.empty(shape, dtype=dtype)
         self._of(made).of_host = True
         return made

@@ -66,7 +66,7 @@ class Resources:
         self._about, self._timeout, self._given = about, timeout, servers
         self._siblings, self._rows = Siblings(group, device), None
         self.throttle = Throttle(limit, 0)
-        self.sequencer = make_sequencer(group, f"{key}/lost", world, device)
+        self.sequencer = make_sequencer(group, f"{key}/lost", world, device, side=1 if levels else 2)
         self.servers: Any = None
         self._served: set[str] = set()
         self.factors: FactorLayers | None = None

@@ -99,7 +99,7 @@ def _most_rounds(exchanges: Iterable[str]) -> int:
     return max((EXCHANGES[name].ROUNDS for name in exchanges), default=0)
 
 
-def make_sequencer(group: Any, key: str, world: World, device: torch.device) -> Sequencer:
+def make_sequencer(group: Any, key: str, world: World, device: torch.device, *, side: int = 1) -> Sequencer:
     """A sequencer that has no process groups yet: see :func:`lay`.
 
     Args:
@@ -107,13 +107,14 @@ def make_sequencer(group: Any, key: str, world: World, device: torch.device) -> 
         key: of the roll call after a failure, one for each attachment.
         world: this rank.
         device: where the gradients are.
+        side: streams that buckets take in turn over NCCL; 1 where exchanges have several scopes.
     """
 
     def lost(label: str, error: BaseException) -> PeerLost:
         why = explained(group, key, world, error)
         return PeerLost(f"rank {world.rank} of {world.size} could not exchange {label}: {why}")
 
-    return Sequencer([], lost, inline=waits_on_stream(group, device))
+    return Sequencer([], lost, inline=waits_on_stream(group, device), side=side)
 
 
 def lay(

@@ -35,7 +35,10 @@ What goes by servers has no order to keep: a push waits for nobody, and its sum 
 layer only, which they make in round 0, too (:mod:`commlib.server.worker.push_pull`).
 
 Where waiting is not blocking (NCCL: ``wait`` makes the current stream wait), no lanes are needed: the hook's
-thread enqueues all rounds of a bucket on a side stream at once, on one communicator a scope, in bucket order.
+thread enqueues all rounds of a bucket on a side stream at once, on one communicator a scope, in bucket order. With one
+scope there are two such streams, which buckets take in turn: so one is coded while the one before travels, and no more
+than two have memory at work. The communicator has a stream and an order of its own. With several scopes one stream
+keeps their communicators from being in flight at once: each collective comes behind the one before, whoever's it is.
 
 The process groups that rounds go over, and how many bytes have gone over each.
 """
@@ -130,6 +133,7 @@ class Sequencer:
         groups: for each round, scope → process group; inline there is one entry for all rounds.
         lost: turns a failed collective into the error to raise, given (what, the backend's error).
         inline: waiting does not block (NCCL).
+        side: streams that buckets take in turn, inline.
 
     Attributes:
         inline: as given.
@@ -142,6 +146,7 @@ class Sequencer:
         lost: Callable[[str, BaseException], BaseException],
         *,
         inline: bool,
+        side: int = 1,
     ) -> None:
         self.trace: Trace = NONE
         self.tracks = GroupTable(groups)
@@ -149,7 +154,8 @@ class Sequencer:
         self.inline = inline
         self._queues: list[queue.SimpleQueue[InFlightBucket | None]] = []
         self._threads: list[threading.Thread] = []
-        self._streams: dict[torch.device, Any] = {}
+        self._streams: dict[torch.device, list[Any]] = {}
+        self._side, self._turn = side if inline else 1, 0
         self._failed: BaseException | None = None
         self._failing = threading.Lock()
 
@@ -165,6 +171,7 @@ class Sequencer:
             result: what it fills.
         """
         future: torch.futures.Future[Tensor] = streams.future(result.device)
+        self._turn = (self._turn + 1) % self._side
         trip = InFlightBucket(label, rounds, result, future, trace=self.trace)
         if (by := streams.accelerator(result.device)) is not None:
             stream = self._stream(by, result.device)
@@ -348,12 +355,12 @@ class Sequencer:
 
     def _stream(self, by: streams.Accelerator, device: torch.device) -> Any:
         if device not in self._streams:
-            self._streams[device] = by.stream(device)
-        return self._streams[device]
+            self._streams[device] = [by.stream(device) for _ in range(self._side)]
+        return self._streams[device][self._turn]
 
     @contextlib.contextmanager
     def _on_stream(self, device: torch.device) -> Iterator[None]:
-        """Side stream for all of a device's exchanges, in hook and lanes alike; nothing on the CPU."""
+        """The bucket's side stream, in hook and lanes alike; nothing on the CPU."""
         by = streams.accelerator(device)
         stream = contextlib.nullcontext() if by is None else by.use(self._stream(by, device))
         with stream, torch.no_grad():

@@ -189,6 +189,12 @@ class StreamEvent:
             self._event.synchronize()
 
 
+def now(device: torch.device) -> StreamEvent:
+    """All that the current stream of a device has been given so far."""
+    by = accelerator(device)
+    return StreamEvent() if by is None else StreamEvent(by.current(device).record_event(), device)
+
+
 class CopyStream:
     """Side stream for copies in one direction; synchronous on the CPU.
 
@@ -201,10 +207,8 @@ class CopyStream:
         self._stream = None if self._by is None else self._by.stream(device)
 
     def now(self) -> StreamEvent:
-        """All that the current stream has been given so far."""
-        if self._by is None:
-            return StreamEvent()
-        return StreamEvent(self._by.current(self._device).record_event(), self._device)
+        """As :func:`now`, of its device."""
+        return now(self._device)
 
     def copy(self, into: Tensor, source: Tensor, *after: StreamEvent) -> StreamEvent:
         """Copies behind these marks, and what was copied here before; when it is done.

@@ -26,7 +26,7 @@ from commlib.exchange.factors.delivery import RowDelivery
 from commlib.exchange.factors.guard import DTYPES
 from commlib.exchange.factors.payload import RowCapacity
 from commlib.exchange.factors.tap import Rows
-from commlib.runtime.streams import accelerator
+from commlib.runtime.streams import StreamEvent, accelerator, now
 
 Word = tuple[int, int]
 """What a rank says of its rows: how many there are; the index of their dtype, and flags."""
@@ -89,6 +89,7 @@ class FactorRounds:
         self._error: BaseException | None = None
         self._way: Way | None = None
         self._all: Rows | None = None
+        self._made = StreamEvent()
         self.proving = False
         """Whether what is in the bucket is the true gradient, to be reduced beside the rows and compared."""
         self.summed = False
@@ -255,8 +256,10 @@ class FactorRounds:
         """
         with self._lock:
             if self._all is None:
-                self._all = self._unpack()
+                self._all, self._made = self._unpack(), now(self._device)
                 self._out = self._letter = self._out[:0].clone()
+            self._made.hold()  # weight and bias may be in two buckets, and these on two streams
+            self._keep(*self._all)
             return self._all
 
     def _unpack(self) -> Rows:

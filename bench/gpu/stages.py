@@ -24,8 +24,8 @@ from commlib.codecs.registry import make
 from .worker import RanksJob, main
 
 CODECS = ("none", "fp16", "bf16", "int8", "int4", "onebit", "sign", "qsgd", "ternary", "topk:ratio=0.01", "powersgd")
-ROUTES = ("none", "auto", "fp16", "int8", "onebit", "topk:ratio=0.01", "powersgd:rank=4")
-FEW = ("none", "int8", "onebit", "powersgd:rank=4")
+ROUTES = ("none", "auto", "factors", "owners", "fp16", "int8", "onebit", "topk:ratio=0.01", "powersgd:rank=4")
+FEW = ("none", "factors", "int8", "onebit", "powersgd:rank=4")
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 
 

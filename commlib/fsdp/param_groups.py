@@ -157,7 +157,7 @@ def units_of(model: nn.Module) -> list[ParamGroup]:
 
 
 def _whole(units: Sequence[ParamGroup]) -> None:
-    """What ``replicate`` was called on is HSDP whose shards are the whole: each rank shares with itself."""
+    """A model that ``replicate`` was called on is HSDP whose shards are the whole: each rank shares with itself."""
     if not hasattr(units[0].inner.mesh_info, "shard_process_group"):
         group = units[0].inner.mesh_info.replicate_process_group
         alone = sibling(group, units[0].inner.device, [group.rank()])

@@ -207,7 +207,7 @@ def _check(name: str, p: Any) -> None:
 
 
 def _check_one_mesh(units: list[ParamGroup]) -> None:
-    meshes = {id(unit.shard_group): unit for unit in units}
+    meshes = {(id(unit.shard_group), id(unit.replicate_group)): unit for unit in units}
     if len(meshes) > 1:
         a, b, *_ = meshes.values()
         raise ValueError(f"{a.name} and {b.name} are sharded over different meshes: attach to each part by itself")

@@ -86,7 +86,7 @@ class ShardedState:
             specs = [spec for unit in units for spec in unit.specs.values()]
             self._plan = plan_of(specs, compressor, world=shard.size, min_size=min_size, replicas=replicas)
             chunks = [spec for unit in units for spec in unit.gathered()]
-            if parameters is not None and shard.size == 1:
+            if parameters is not None and units[0].alone is not None:
                 raise ValueError("parameters: every rank has them all (replicate), and none are gathered: leave it out")
             codecs = codecs_of(chunks, parameters, min_size)
             warm([*codecs.values(), *(p.route.codec for p in self._plan)], units[0].inner.device)

@@ -82,3 +82,15 @@ def refused(world: World) -> str:
 
 def test_a_codec_for_parameters_is_refused_for_they_do_not_travel(fleet: Fleet) -> None:
     assert all("none are gathered" in said for said in fleet.run(2, refused))
+
+
+def alone(world: World) -> list[bool]:
+    trainer = ShardedTrainer(world, "int8", parameters="bf16")
+    trainer.train(STEPS)
+    found = [bool(trainer.weights().isfinite().all())]
+    trainer.close()
+    return found
+
+
+def test_one_rank_of_fsdp2_may_have_one_though_it_has_all_parameters_too(fleet: Fleet) -> None:
+    assert fleet.run(1, alone) == [[True]]

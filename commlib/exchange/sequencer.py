@@ -29,7 +29,8 @@ it may meet: a node's ranks, counterparts, and all ranks for what goes flat besi
   b with the same i. So a chain of waits has an end and is no cycle, whichever ranks are in which group.
 * One round may ask for several scopes: its collectives are issued in one go, in an order alike on all ranks, before any
   of them is waited for. Rows that have left already (``First``) were issued by the thread of the backward pass, on a
-  group of their own and in an order of their own, and wait for nothing (:mod:`commlib.exchange.factors.layers`).
+  group of their own and in an order of their own, and wait for nothing (:mod:`commlib.exchange.factors.layers`). Over
+  NCCL they are between the buckets, on the same communicator (:mod:`commlib.exchange.factors.order`).
 
 What goes by servers has no order to keep: a push waits for nobody, and its sum for other ranks' pushes of the same
 layer only, which they make in round 0, too (:mod:`commlib.server.worker.push_pull`).

@@ -1,9 +1,10 @@
 """Exchange ``factors``, and what ``owners`` shares with it: rows are waited for, or the matrices summed after all.
 
 The rows have left already when DDP asks for the bucket (:mod:`commlib.exchange.factors`), on a process group that
-carries their first rounds only, in an order that all ranks keep. What follows is issued in the lanes: after the wait,
-in one round, the rows again or the matrices, layer by layer in the order of the bucket. Each rank chooses by all ranks'
-words, so each issues the same collectives, and whether there are any is the same everywhere.
+carries their first rounds only, or over NCCL the buckets too, in an order that all ranks keep. What follows is issued
+in the lanes: after the wait, in one round, the rows again or the matrices, layer by layer in the order of the bucket.
+Each rank chooses by all ranks' words, so each issues the same collectives, and whether there are any is the same
+everywhere.
 
 ``factors``: the rows a linear layer's gradient is made of, from every rank to every rank, and one product there.
 

@@ -76,7 +76,7 @@ class FactorLayers:
         self._loaded: set[str] = set()
         self._asked: set[str] = set()
         self._passed: set[str] = set()
-        self._ordering: type[StepOrder | InterleavedOrder] = StepOrder
+        self._among_buckets = False
         self._armed = self._syncing = False
         self._taps: dict[str, Tap] = {}
         self._around: list[Any] = []
@@ -133,7 +133,7 @@ class FactorLayers:
         """
         self._routes = dict(routes)
         self._proving, self._proofs = frozenset(prove), {}
-        self._order: RowOrder = self._ordering(list(routes))
+        self._order = self._ordered()
         for name, count in (rows or {}).items():
             self._habits[name].expect(count)
         self._share()
@@ -202,8 +202,8 @@ class FactorLayers:
         ddp = self._ddp()
         assert ddp is not None
         self._group = group
-        self._ordering = InterleavedOrder if among_buckets else StepOrder
-        self._order = self._ordering(list(self._routes))
+        self._among_buckets = among_buckets
+        self._order = self._ordered()
         owner = weakref.proxy(self)  # or model, taps and hook would keep each other alive
         self._taps = {name: Tap(name, module, owner, traced=traced) for name, module in self._modules.items()}
         self._share()
@@ -285,7 +285,7 @@ class FactorLayers:
         Raises:
             ValueError: a layer whose rows were caught: nobody would write its gradient.
         """
-        missing = [name for name in self._order.names if name not in self._asked]
+        missing = [name for name in self._routes if name not in self._asked]
         if missing and (self._asked or self._loaded):  # neither, in a dense warm-up
             lost = [name for name in missing if name in self._loaded or not self._taps[name].empty()]
             if lost:
@@ -295,12 +295,12 @@ class FactorLayers:
                 )
             for name in missing:
                 self._start([due for due in self._order.ready(name) if due not in missing])
-        self._reset()
+        self._reset(whole=True)
 
-    def _reset(self) -> None:
+    def _reset(self, *, whole: bool) -> None:
         self._armed = self._syncing = False  # what is called now, on one rank perhaps, does not go through DDP
         self._close()
-        self._order.restart()
+        self._order.restart(whole=whole)
         self._proofs |= {name: trip for name, trip in self._trips.items() if trip.proving}
         self._trips.clear()
         self._loaded.clear()
@@ -317,7 +317,7 @@ class FactorLayers:
                 trip.give_up("the backward pass broke off before this layer's factors could leave")
             for tap in self._taps.values():
                 tap.take()
-            self._reset()
+            self._reset(whole=False)
         if not self._armed and self._routes:
             asked = self._sample()
             self._verified = asked() if asked is not None else ""
@@ -393,6 +393,9 @@ class FactorLayers:
             return 0, 0
         drawn = seeds(name)
         return drawn.of(codec, self._world.rank, "u"), drawn.of(codec, self._world.rank, "v")
+
+    def _ordered(self) -> RowOrder:
+        return InterleavedOrder() if self._among_buckets else StepOrder(list(self._routes))
 
     def _load(self, name: str) -> None:
         """All rows of a layer have come, as far as is known: they are what leaves when its turn has come."""

@@ -30,12 +30,8 @@ from commlib.errors import CommlibError
 class RowOrder(Protocol):
     """Contract of an order: each call returns the layers whose rows are to be issued now, in order."""
 
-    @property
-    def names(self) -> Sequence[str]:
-        """Names of all layers whose rows leave."""
-
     def ready(self, name: str) -> list[str]:
-        """All rows of a layer have come; more than once does no harm. KeyError if there is no such layer."""
+        """All rows of a layer have come; more than once does no harm."""
 
     def asked(self, name: str) -> list[str]:
         """DDP asks for the bucket of a layer: what has not come until now will not."""
@@ -43,8 +39,8 @@ class RowOrder(Protocol):
     def passed(self, layers: Sequence[str]) -> list[str]:
         """A bucket has been issued, with these layers whose rows leave: each where its first parameter is."""
 
-    def restart(self) -> None:
-        """The next step begins."""
+    def restart(self, *, whole: bool) -> None:
+        """The next step begins; ``whole``: the one before has asked for all of DDP's buckets, and not broken off."""
 
 
 class StepOrder:
@@ -60,13 +56,12 @@ class StepOrder:
         self._ready: set[str] = set()
         self._issued = 0
 
-    @property
-    def names(self) -> Sequence[str]:
-        """Same contract as :attr:`RowOrder.names`."""
-        return self._names
-
     def ready(self, name: str) -> list[str]:
-        """Same contract as :meth:`RowOrder.ready`."""
+        """Same contract as :meth:`RowOrder.ready`.
+
+        Raises:
+            KeyError: there is no such layer.
+        """
         if name not in self._known:
             raise KeyError(name)
         self._ready.add(name)
@@ -83,37 +78,24 @@ class StepOrder:
         """Same contract as :meth:`RowOrder.passed`; buckets go elsewhere."""
         return []
 
-    def restart(self) -> None:
+    def restart(self, *, whole: bool) -> None:
         """Same contract as :meth:`RowOrder.restart`."""
         self._ready.clear()
         self._issued = 0
 
 
 class InterleavedOrder:
-    """Order of rows on the communicator of the buckets.
+    """Order of rows on the communicator of the buckets."""
 
-    Args:
-        names: all layers.
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = list(names)
-        self._known = set(names)
+    def __init__(self) -> None:
         self._ready: set[str] = set()
         self._issued: set[str] = set()
         self._buckets: list[tuple[str, ...]] = []  # of this step
         self._before: list[tuple[str, ...]] = []  # of the step before
         self._sure = False
 
-    @property
-    def names(self) -> Sequence[str]:
-        """Same contract as :attr:`RowOrder.names`."""
-        return self._names
-
     def ready(self, name: str) -> list[str]:
         """Same contract as :meth:`RowOrder.ready`."""
-        if name not in self._known:
-            raise KeyError(name)
         self._ready.add(name)
         return self._early()
 
@@ -141,11 +123,12 @@ class InterleavedOrder:
             )
         return self._early()
 
-    def restart(self) -> None:
-        """Same contract as :meth:`RowOrder.restart`. A step that broke off, or exchanged nothing, is no witness."""
+    def restart(self, *, whole: bool) -> None:
+        """Same contract as :meth:`RowOrder.restart`. Of what a step that broke off has shown nothing is kept; one that
+        exchanged nothing changes nothing."""
         if self._buckets:
-            self._sure = self._buckets == self._before
-            self._before = self._buckets
+            self._sure = whole and self._buckets == self._before
+            self._before = self._buckets if whole else []
         self._buckets = []
         self._ready.clear()
         self._issued.clear()

@@ -25,7 +25,7 @@ def test_every_step_issues_all_layers_in_the_same_order_each_once_it_is_ready(st
             assert set(issued) <= set(ready[: i + 1])
             assert len(issued) == 3 or NAMES[len(issued)] not in ready[: i + 1]  # nothing waits without need
         assert issued == NAMES
-        order.restart()
+        order.restart(whole=True)
 
 
 def test_ready_twice_is_issued_once() -> None:
@@ -63,7 +63,7 @@ def backward(order: InterleavedOrder, buckets: list[list[str]], gen: random.Rand
         due = order.passed(bucket)
         early += len(due)
         issued += due
-    order.restart()
+    order.restart(whole=True)
     return issued, early
 
 
@@ -73,7 +73,7 @@ def test_on_one_communicator_every_rank_issues_rows_and_buckets_in_the_same_orde
     ends = [0, *sorted(cuts), 8]
     made = [names[a:b] for a, b in itertools.pairwise(ends)]
     steps = [[names[::-1]], made, made, made]
-    orders = [InterleavedOrder(names) for _ in range(ranks)]
+    orders = [InterleavedOrder() for _ in range(ranks)]
     for step, buckets in enumerate(steps):
         found = [backward(o, buckets, random.Random(f"{seed} {rank} {step}")) for rank, o in enumerate(orders)]
         sequences = [issued for issued, _ in found]
@@ -83,14 +83,14 @@ def test_on_one_communicator_every_rank_issues_rows_and_buckets_in_the_same_orde
 
 
 def test_rows_leave_before_their_bucket_once_it_is_known_and_its_turn_has_come() -> None:
-    order = InterleavedOrder("abc")
+    order = InterleavedOrder()
     for _ in range(2):
         assert [order.ready(n) for n in "abc"] == [[], [], []]
         assert order.asked("a") == ["a"]
         assert order.passed(["a"]) == []
         assert order.asked("b") + order.asked("c") == ["b", "c"]
         assert order.passed(["b", "c"]) == []
-        order.restart()
+        order.restart(whole=True)
     assert order.ready("c") == []
     assert order.ready("b") == []  # bucket 0 has not been issued
     assert order.ready("a") == ["a"]
@@ -100,19 +100,28 @@ def test_rows_leave_before_their_bucket_once_it_is_known_and_its_turn_has_come()
 
 
 def test_other_buckets_than_in_the_two_steps_before_are_an_error_that_names_both() -> None:
-    order = InterleavedOrder("ab")
+    order = InterleavedOrder()
     for _ in range(2):
         order.passed(["a"])
         order.passed(["b"])
-        order.restart()
+        order.restart(whole=True)
     with pytest.raises(CommlibError, match="bucket 0 has the layers b and not, as in the two steps before, a"):
         order.passed(["b"])
 
 
 def test_a_step_without_an_exchange_changes_nothing() -> None:
-    order = InterleavedOrder("a")
+    order = InterleavedOrder()
     for _ in range(2):
         order.passed(["a"])
-        order.restart()
-    order.restart()
+        order.restart(whole=True)
+    order.restart(whole=True)
     assert order.ready("a") == ["a"]
+
+
+def test_steps_that_broke_off_alike_do_not_make_the_rest_of_a_whole_one_an_error() -> None:
+    order = InterleavedOrder()
+    for _ in range(2):
+        order.passed(["a"])
+        order.restart(whole=False)
+    assert order.passed(["a"]) == []
+    assert order.passed(["b"]) == []

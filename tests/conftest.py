@@ -20,6 +20,7 @@ from hypothesis import settings
 from commlib.bench.lab import Lab, unavailable
 from commlib.bench.launch import processes
 from commlib.cli.main import main
+from commlib.server.worker import embedded
 from tests.support import forked_ranks, tiers
 from tests.support.exclusive_lock import shares
 from tests.support.leaks import children, listeners, threads
@@ -100,9 +101,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def warm_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks of ``run_ranks`` are forked (tests/support/forked_ranks.py), but where to start them is the subject."""
+    """Ranks and shards are forked (tests/support/forked_ranks.py), but where to start them is the subject."""
     if request.node.get_closest_marker("cold") is None:
         monkeypatch.setattr(processes, "start", forked_ranks.start)
+        monkeypatch.setattr(embedded, "start", forked_ranks.shard)
 
 
 @pytest.fixture(scope="session")

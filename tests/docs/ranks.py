@@ -7,13 +7,10 @@ elsewhere (tests/bench/lab, and the consoles of tests/docs/test_blocks.py).
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import os
-import re
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,34 +25,11 @@ from tests.support import forked_ranks
 
 SECONDS = 300.0  # for all ranks of one command
 
-_CLONE_NEWNET = 0x40000000
-
 
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on, in this test."""
-    monkeypatch.setattr(processes, "start", start)
+    monkeypatch.setattr(processes, "start", forked_ranks.start)
     monkeypatch.setattr(command, "run_command", in_lab)
-
-
-def start(prefix: Sequence[str], link: int, env: Mapping[str, str]) -> Any:
-    """In the place of ``launch.start``: a rank on an emulated host is forked, too, and goes there by itself."""
-    named = re.search(r"--net=(/proc/\d+)/ns/net .* ip netns exec (\w+) .* --cpu-list ([\d,]+) ", " ".join(prefix))
-    if named is None or "--user=" in " ".join(prefix):  # without root: what owns the network would be entered first
-        return forked_ranks.start(prefix, link, env)
-    keeper, host, cores = named.groups()
-    network = Path(keeper, "root", "run", "netns", host)  # as the keeper of the lab sees it
-    there = functools.partial(enter, network, [int(c) for c in cores.split(",")])
-    return forked_ranks.Rank(link, env, there)
-
-
-def enter(network: Path, cores: Sequence[int]) -> None:
-    """Become a process of a host of a lab: its network, its cores, a batch process."""
-    fd = os.open(network, os.O_RDONLY)
-    if ctypes.CDLL(None, use_errno=True).setns(fd, _CLONE_NEWNET) != 0:
-        raise OSError(ctypes.get_errno(), f"cannot enter {network}")
-    os.close(fd)
-    os.sched_setaffinity(0, cores)
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def in_lab(lab: Lab, argv: Sequence[str], schedule: Sequence[Any] = (), **options: Any) -> Sequence[int | None]:

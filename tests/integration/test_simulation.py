@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 from unittest import mock
 
@@ -16,6 +16,8 @@ from commlib.groups.store import DeadlineStore
 from commlib.groups.world import World
 from commlib.server.job.version_ledger import VersionLedger
 from commlib.server.membership.failure_detector import FailureDetector
+from commlib.server.shard import saver
+from commlib.server.storage import snapshot, snapshot_policy
 from commlib.transports.process_group.collective_io import Going
 from tests.docs.treated import recipe
 from tests.support.rank_pool import Fleet
@@ -30,7 +32,8 @@ def _histories(world: World, kind: str, count: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "count"), [("collectives", 60), ("training", 40), *full(("server", 20), ("training", 200))]
+    ("kind", "count"),
+    [("collectives", 60), ("training", 40), *full(("server", 20), ("restarts", 20), ("training", 200))],
 )
 def test_they_end_right_or_by_a_named_error_in_time(fleet: Fleet, kind: str, count: int) -> None:
     assert fleet.run(1, _histories, kind, count) == [[]]
@@ -53,7 +56,7 @@ def _twice(world: World, kind: str, seeds: range) -> list[bool]:
         return [histories.run(seed, kind).lines == histories.run(seed, kind).lines for seed in seeds]
 
 
-@pytest.mark.parametrize("kind", ["collectives", "training", *full("server")])
+@pytest.mark.parametrize("kind", ["collectives", "training", *full("server", "restarts")])
 def test_a_history_follows_from_its_seed(fleet: Fleet, kind: str) -> None:
     assert fleet.run(1, _twice, kind, range(3)) == [[True] * 3]
 
@@ -82,12 +85,24 @@ def _nothing(*_: object) -> None:
     pass
 
 
-FAULTS: dict[str, tuple[str, type, str, Callable[..., Any]]] = {
+def _of_any_run(folder: str, keys: Collection[str], fingerprint: str) -> Any:
+    def load(*args: Any) -> Any:
+        found = snapshot.load(*args)
+        for about in found.abouts.values():
+            del about["run"]
+        return found
+
+    with mock.patch.object(snapshot_policy, "load", load):
+        return snapshot_policy.restore(folder, keys, fingerprint)
+
+
+FAULTS: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
     "a store that does not answer is waited for": ("training", DeadlineStore, "_ask", _without_deadline),
     "ranks' steps are not compared": ("training", StepCheck, "begin", _nothing),
     "a buffer is written to before it has left": ("collectives", Going, "free", _before_it_has_left),
     "a dead shard is excused by whoever is slow": ("server", FailureDetector, "excuse", _excused_altogether),
     "a push is in twice": ("server", VersionLedger, "push", _twice_in),
+    "what two runs have saved is put together": ("restarts", saver, "restore", _of_any_run),
 }
 """What went wrong once, or may: kind of the histories that find it, and what puts it back."""
 

@@ -6,8 +6,11 @@ it ends is known. What is imported beforehand reads no environment, and starts n
 
 from __future__ import annotations
 
-import multiprocessing
+import ctypes
+import functools
+import multiprocessing.process
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,9 +25,12 @@ import torch
 import commlib
 from commlib.bench.launch import processes
 from commlib.bench.launch.child import BOOTSTRAP
+from commlib.cli.main import main
+from commlib.server.worker import embedded
 
 _PRELOAD = (
     *("torch", "torch._dynamo", "commlib", "commlib.bench.trainer.worker", "pytest", "hypothesis"),
+    *("commlib.cli.main", "commlib.cli.server"),
     *sorted(set(commlib._HOME.values())),
 )
 """A first optimizer imports the second; test modules, in which jobs are found, pytest and hypothesis."""
@@ -42,7 +48,7 @@ def begin() -> None:
     What its processes print goes into a file of the temporary folder (:func:`printed`), unless they have it elsewhere:
     the server outlives the test that starts it, and so would a place in the output of that test.
     """
-    if server() is not None:
+    if _server._forkserver_address is not None:
         return
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(_PRELOAD))
     ours = {fd: os.dup(fd) for fd in (1, 2)}
@@ -69,21 +75,25 @@ def _log() -> Path:
 
 def server() -> int | None:
     """The process id of the one that they are forked from, once there is one."""
-    return forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined, no-any-return]
+    return _server._forkserver_pid  # type: ignore[no-any-return]
 
 
-class Rank:
-    """As much of a ``subprocess.Popen`` as :mod:`commlib.bench.launch.processes` asks of one.
+class Forked:
+    """As much of a ``subprocess.Popen`` as commlib asks of one.
 
     Args:
-        link, env: as ``launch.start`` has them.
-        first: picklable; what the process does before anything else.
+        run: called in the process, which has a session of its own.
+        given: its arguments; picklable, as it is.
+        env: environment variables of the process.
+        out: where what it prints goes to.
     """
 
-    def __init__(self, link: int, env: Mapping[str, str], first: Callable[[], None] | None = None) -> None:
-        with Connection(os.dup(link)) as here, Connection(os.dup(2)) as said:  # what travels to another process
-            self._process = context().Process(target=_become, args=(here, said, dict(env), first))
+    def __init__(self, run: Callable[..., None], given: Sequence[Any], env: Mapping[str, str], out: int = 1) -> None:
+        with Connection(os.dup(out)) as told, Connection(os.dup(2)) as said:  # what travels to another process
+            args = (told, said, dict(env), _server._forkserver_address, run, given)
+            self._process = context().Process(target=_become, args=args)
             self._process.start()
+        multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]  # no exit waits for it
         self.pid: int = self._process.pid
 
     @property
@@ -99,27 +109,88 @@ class Rank:
         """Until it has ended."""
         self._process.join(timeout)
         if self.returncode is None:
-            raise subprocess.TimeoutExpired("a rank", timeout or 0.0)
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
         return self.returncode
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._process.kill()
+
+
+class Rank(Forked):
+    """Rank, in the place of what ``launch.start`` starts.
+
+    Args:
+        link, env: as ``launch.start`` has them.
+        first: picklable; what the process does before anything else.
+    """
+
+    def __init__(self, link: int, env: Mapping[str, str], first: Callable[[], None] | None = None) -> None:
+        with Connection(os.dup(link)) as here:
+            super().__init__(_rank, (here, first), env, out=2)
 
 
 def start(prefix: Sequence[str], link: int, env: Mapping[str, str]) -> Any:
-    """In the place of ``launch.start``. What is to run under a prefix (on an emulated host) is started anew."""
-    return _ANEW(prefix, link, env) if prefix else Rank(link, env)
+    """In the place of ``launch.start``; a rank on an emulated host is forked, too, and goes there by itself."""
+    if not prefix:
+        return Rank(link, env)
+    named = re.search(r"--net=(/proc/\d+)/ns/net .* ip netns exec (\w+) .* --cpu-list ([\d,]+) ", " ".join(prefix))
+    if named is None or "--user=" in " ".join(prefix):  # without root: what owns the network would be entered first
+        return _ANEW(prefix, link, env)
+    keeper, host, cores = named.groups()
+    network = Path(keeper, "root", "run", "netns", host)  # as the keeper of the lab sees it
+    return Rank(link, env, functools.partial(_enter, network, [int(c) for c in cores.split(",")]))
 
 
+def _enter(network: Path, cores: Sequence[int]) -> None:
+    """Become a process of a host of a lab: its network, its cores, a batch process."""
+    fd = os.open(network, os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(fd, _CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), f"cannot enter {network}")
+    os.close(fd)
+    os.sched_setaffinity(0, cores)
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def shard(command: Sequence[str], env: Mapping[str, str]) -> Any:
+    """In the place of what starts a shard of embedded servers: ``python -m commlib …``."""
+    return Forked(main, (list(command[3:]),), env)
+
+
+_CLONE_NEWNET = 0x40000000
 _ANEW = processes.start
+_server: Any = forkserver._forkserver
 
 
-def _become(link: Connection, said: Connection, env: dict[str, str], first: Callable[[], None] | None) -> None:
+def known(address: str | None) -> None:
+    """In a process that was forked: others that it asks for come from the same server, and shards do."""
+    if address is not None:
+        _server._forkserver_address, _server.ensure_running = address, lambda: None
+        embedded.start = shard
+
+
+def address() -> str | None:
+    """Where the server is asked, for :func:`known`."""
+    begin()
+    return _server._forkserver_address  # type: ignore[no-any-return]
+
+
+def _become(
+    told: Connection, said: Connection, env: dict[str, str], at: str, run: Callable[..., None], given: Sequence[Any]
+) -> None:
     os.setsid()
-    if first is not None:
-        first()
     os.environ.clear()
     os.environ.update(env)
     torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # read when PyTorch was imported, elsewhere
-    os.dup2(said.fileno(), 1)
+    os.dup2(told.fileno(), 1)
     os.dup2(said.fileno(), 2)
+    known(at)
+    run(*given)
+
+
+def _rank(link: Connection, first: Callable[[], None] | None) -> None:
+    if first is not None:
+        first()
     sys.argv = ["-c", str(os.dup(link.fileno()))]
     link.close()
     exec(BOOTSTRAP, {"__name__": "__main__"})

@@ -69,7 +69,7 @@ class Fleet:
         context = forked_ranks.context()
         while len(self._ranks) < size:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, forked_ranks.address()), daemon=True)
             process.start()
             theirs.close()
             PIDS.add(str(process.pid))
@@ -109,7 +109,8 @@ def nothing(world: World) -> None:
     """A job for ranks that are only to be there."""
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, at: str) -> None:
+    forked_ranks.known(at)
     faulthandler.register(signal.SIGUSR1)
     before = dict(os.environ)
     gc.freeze()  # PyTorch's modules need no looking through after each job

@@ -213,13 +213,17 @@ class MembershipStore:
                 found[i] = ShardReport(frozenset(whole), clock)
         return found
 
-    def begin_at(self, step: int) -> int:
-        """Says how many steps the job has done before; returns what was said first."""
-        return int(self._store.compare_set("begun", "", str(step)))
+    def begin_at(self, step: int, run: str) -> tuple[int, str]:
+        """Says how many steps the job has done before, and a name for all that it does now; returns what was said
+        first."""
+        self._store.compare_set("begun", "", f"{step} {run}")
+        return self.begun()
 
-    def begun_at(self) -> int:
-        """How many steps the job had done before it began anew."""
-        return int(self._store.get("begun")) if self._store.check(["begun"]) else 0
+    def begun(self) -> tuple[int, str]:
+        """How many steps the job had done before it began anew, and the name of what it has done since."""
+        said = self._store.get("begun").decode() if self._store.check(["begun"]) else "0 "
+        step, _, run = said.partition(" ")
+        return int(step), run
 
     # -- the end --------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from commlib.errors import CommlibError
 from commlib.server.job.job import ServerJob
 from commlib.server.membership.registry import MembershipStore
 from commlib.server.shard.node import ShardNode
-from commlib.server.storage.snapshot import SnapshotFailed, numbers, save
+from commlib.server.storage.snapshot import SnapshotFailed, contents, save
 from commlib.server.storage.snapshot_policy import SnapshotPolicy, Snapshots, restore
 
 _log = logging.getLogger("commlib")
@@ -29,7 +29,8 @@ class Saver:
     """
 
     def __init__(self, snapshots: Snapshots, job: ServerJob, shard: str) -> None:
-        self._snapshots, self._job, self._shard = snapshots, job, f"{shard}.{secrets.token_hex(4)}"
+        self._run = secrets.token_hex(4)
+        self._snapshots, self._job, self._shard = snapshots, job, f"{shard}.{self._run}"
         self._next = 0.0
         self.keeper: SnapshotPolicy | None = None
 
@@ -48,9 +49,9 @@ class Saver:
         folder, states, step = self._snapshots.folder, None, 0
         if fresh and self._snapshots.restore:
             step, states = restore(folder, self._job.chunks, self._job.model)
-        elif fresh and numbers(folder):
+        elif fresh and contents(folder):
             raise CommlibError(f"{folder} has snapshots: go on from them (restore), or name another folder")
-        said = roll.begin_at(step) if fresh else roll.begun_at()
+        said, self._run = roll.begin_at(step, self._run) if fresh else roll.begun()
         if fresh and said != step:
             raise CommlibError(f"another shard goes on from step {said}, and this one from {step}: see {folder}")
         self.keeper = SnapshotPolicy(self._snapshots.every, said)
@@ -66,7 +67,7 @@ class Saver:
         if due is None:
             return
         step, states = due
-        about = {"fingerprint": self._job.model, "step": step, "time": time.time()}
+        about = {"fingerprint": self._job.model, "run": self._run, "step": step, "time": time.time()}
         try:
             save(self._snapshots.folder, self._shard, step, about, states)
             _log.info("shard %s: step %d is saved in %s", self._shard, step, self._snapshots.folder)

@@ -94,11 +94,14 @@ def save(
     return folder / name
 
 
-def numbers(folder: str | os.PathLike[str]) -> set[int]:
-    """Numbers of all snapshots there; none if there is no folder."""
+def contents(folder: str | os.PathLike[str]) -> dict[int, list[str]]:
+    """Numbers of all snapshots there → the shards that have one; empty if there is no folder."""
+    found: dict[int, list[str]] = {}
     with contextlib.suppress(OSError):
-        return set[int]().union(*_files(Path(folder))[0].values())
-    return set()
+        for shard, paths in sorted(_files(Path(folder))[0].items()):
+            for number in paths:
+                found.setdefault(number, []).append(shard)
+    return found
 
 
 def load(folder: str | os.PathLike[str], shard: str | None = None, at: int | None = None) -> Loaded:

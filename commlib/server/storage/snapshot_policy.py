@@ -13,7 +13,7 @@ from typing import Any
 
 from commlib.errors import CheckpointMismatch
 from commlib.server.shard.chunk_state import ChunkState
-from commlib.server.storage.snapshot import SnapshotFailed, load, numbers
+from commlib.server.storage.snapshot import SnapshotFailed, contents, load
 
 _log = logging.getLogger("commlib")
 
@@ -51,31 +51,49 @@ class SnapshotPolicy:
 
 
 def restore(folder: str, keys: Collection[str], fingerprint: str) -> tuple[int, Mapping[str, Mapping[str, Any]]]:
-    """The last step of which every key was saved, and their states.
+    """The last step of which every key was saved in one run of the job, and their states.
+
+    A run that broke off may have saved a step in part, and the next one came to that step by other gradients. What two
+    runs have saved is never put together; of two that have the same step whole, the later one counts.
 
     Raises:
         SnapshotFailed: there is no such step.
         CheckpointMismatch: they are of another model or optimizer.
     """
     lacking = torn = ""
-    for step in sorted(numbers(folder), reverse=True):
-        try:
-            found = load(folder, at=step)
-        except SnapshotFailed as e:
-            _log.warning("step %d is passed over: %s", step, e)
-            torn = torn or str(e)
-            continue
-        marks = {about.get("fingerprint") for about in found.abouts.values()}
-        if marks != {fingerprint}:
-            raise CheckpointMismatch(f"the snapshots in {folder} are of another model or optimizer than this job's")
-        missing = sorted(set(keys) - found.cells.keys())
-        if not missing:
-            return step, {key: found.cells[key] for key in keys}
-        lacking = f"of step {step}, {folder} lacks {missing[0]}" + (
-            f" and {len(missing) - 1} more" * (len(missing) > 1)
-        )
+    there = contents(folder)
+    for step in sorted(there, reverse=True):
+        runs: dict[str, _Run] = {}
+        for shard in there[step]:
+            try:
+                found = load(folder, shard, step)
+            except SnapshotFailed as e:
+                _log.warning("step %d of shard %s is passed over: %s", step, shard, e)
+                torn = torn or str(e)
+                continue
+            about = found.abouts[shard]
+            if about.get("fingerprint") != fingerprint:
+                raise CheckpointMismatch(f"the snapshots in {folder} are of another model or optimizer than this job's")
+            run = runs.setdefault(str(about.get("run", "")), _Run())
+            for key, state in found.cells.items():
+                if key not in run.states or state["number"] > run.states[key]["number"]:
+                    run.states[key] = state
+            run.time = max(run.time, float(about.get("time", 0.0)))
+        for run in sorted(runs.values(), key=lambda run: run.time, reverse=True):
+            missing = sorted(set(keys) - run.states.keys())
+            if not missing:
+                return step, {key: run.states[key] for key in keys}
+            lacking = lacking or f"of step {step}, {folder} lacks {missing[0]}" + (
+                f" and {len(missing) - 1} more" * (len(missing) > 1)
+            )
     why = lacking or torn or f"{folder} has no snapshots"
     raise SnapshotFailed(f"nothing to go on from: {why}; each shard's snapshots must be in the folder that all read")
+
+
+@dataclasses.dataclass
+class _Run:
+    states: dict[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    time: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -95,7 +96,7 @@ class Embedded:
         if world.rank in firsts:
             i, n = firsts.index(world.rank), len(firsts)
             mine = range(i * self.shards // n, (i + 1) * self.shards // n)
-            self._children = [_start(self.address, self.name, endpoint, timeout, snapshots, number) for number in mine]
+            self._children = [_shard(self.address, self.name, endpoint, timeout, snapshots, number) for number in mine]
 
     def check(self) -> None:
         """That the shards started here run.
@@ -196,7 +197,7 @@ def _named(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _start(
+def _shard(
     address: str, name: str, endpoint: str, timeout: float, snapshots: Snapshots | None, number: int
 ) -> subprocess.Popen[bytes]:
     """A shard that outlives what becomes of this worker, and ends when the job is over or the meeting place gone."""
@@ -206,5 +207,9 @@ def _start(
         command += ["--snapshots", snapshots.folder, "--every", str(snapshots.every)]
         command += ["--restore"] * snapshots.restore
     env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("COMMLIB_SERVER_THREADS", "1")}
-    # A session of its own: Ctrl-C is the workers' to see, who leave in order then.
+    return start(command, env)
+
+
+def start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Begin a process that outlives this one, in a session of its own: Ctrl-C is the workers', who leave in order."""
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=env, start_new_session=True)

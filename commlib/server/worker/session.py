@@ -104,7 +104,7 @@ class WorkerSession:
     @property
     def begun_at(self) -> int:
         """Steps that the job had done before, if it goes on from snapshots."""
-        return self._roll.begun_at()
+        return self._roll.begun()[0]
 
     @property
     def client(self) -> ClientNode:

@@ -56,7 +56,7 @@ def run(seed: int, kind: str | None = None, *, faults: bool = True) -> History:
     Raises:
         Violation: something went wrong in it; the message has the whole history.
     """
-    kind = kind or random.Random(f"kind {seed}").choices(list(JOBS), (10, 9, 1))[0]
+    kind = kind or random.Random(f"kind {seed}").choices(list(JOBS), (10, 9, 1, 1))[0]
     _warm(kind)
     return _run(seed, kind, faults=faults)
 

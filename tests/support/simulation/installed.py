@@ -92,6 +92,7 @@ def simulated(job: Job) -> Iterator[None]:
         (shards, "endpoint_kind", endpoint_kind),
         (session, "endpoint_kind", endpoint_kind),
         (manager, "Controller", lambda model: Head(model, 2)),
+        *job.replaced(),
     ]
     log, noted = logging.getLogger("commlib"), _Noted(world)
     level, propagates = log.level, log.propagate

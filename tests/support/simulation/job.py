@@ -78,6 +78,10 @@ class Job(abc.ABC):
         self.faults.append((when, when + (lasts or 0.0), f"{what} {victim.name}{pair}, {lasts or 'for good'}"))
         self.cuts = self.cuts or bool(pair)
 
+    def replaced(self) -> list[tuple[Any, str, Any]]:
+        """What a history of this job has in the place of what is real, besides what all have: (module, name, value)."""
+        return []
+
     def store(self) -> SimulatedStore:
         """The store, for the process whose thread asks."""
         return SimulatedStore(self.network, self.world.processes[0], self.values)

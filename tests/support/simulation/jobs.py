@@ -24,6 +24,7 @@ from commlib.transports.options import Options
 from commlib.transports.process_group import factory
 from tests.support.simulation import primitives
 from tests.support.simulation.job import Job, RankJob
+from tests.support.simulation.restarts import Restarts
 from tests.support.simulation.world import Process, Violation
 
 
@@ -323,7 +324,7 @@ class Server(Job):
         return f"{super().__str__()}, {self.spec}"
 
 
-JOBS: dict[str, type[Job]] = {each.kind: each for each in (Collectives, Training, Server)}
+JOBS: dict[str, type[Job]] = {each.kind: each for each in (Collectives, Training, Server, Restarts)}
 
 
 def _small_model() -> nn.Module:

@@ -309,3 +309,28 @@ def test_where_all_snapshots_are_damaged_nothing_says_that_there_are_none(tmp_pa
         restore(str(tmp_path), ["c"], str(ABOUT["fingerprint"]))
     with pytest.raises(SnapshotFailed, match=r"nothing to go on from: .* has no snapshots"):
         restore(str(tmp_path / "empty"), ["c"], str(ABOUT["fingerprint"]))
+
+
+RUNS = {"first": {**ABOUT, "run": "1", "time": 1.0}, "second": {**ABOUT, "run": "2", "time": 2.0}}
+
+
+def test_what_two_runs_have_saved_of_a_step_is_never_put_together(tmp_path: Path) -> None:
+    """Power was lost when one shard had saved step 6, and the next run, from step 3, lost it when the other had."""
+    for shard, key in (("a", "v"), ("b", "w")):
+        save(tmp_path, f"{shard}.1", 3, RUNS["first"], {key: state(3)})
+    save(tmp_path, "a.1", 6, RUNS["first"], {"v": state(6)})
+    save(tmp_path, "b.2", 6, RUNS["second"], {"w": state(6)})
+    step, states = restore(str(tmp_path), ["v", "w"], str(ABOUT["fingerprint"]))
+    assert step == 3
+    assert same(states, {"v": state(3), "w": state(3)})
+
+
+def test_of_two_runs_that_have_a_step_whole_the_later_one_counts_unless_a_file_of_it_is_damaged(tmp_path: Path) -> None:
+    for n, about in enumerate(RUNS.values()):
+        for shard, key in (("a", "v"), ("b", "w")):
+            last = save(tmp_path, f"{shard}.{n}", 6, about, {key: state(6 + n)})
+    assert restore(str(tmp_path), ["v", "w"], str(ABOUT["fingerprint"]))[1]["v"]["number"] == state(7)["number"]
+    last.write_bytes(last.read_bytes()[:-1])
+    step, states = restore(str(tmp_path), ["v", "w"], str(ABOUT["fingerprint"]))
+    assert step == 6
+    assert same(states, {"v": state(6), "w": state(6)})

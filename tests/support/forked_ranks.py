@@ -86,11 +86,19 @@ class Forked:
         given: its arguments; picklable, as it is.
         env: environment variables of the process.
         out: where what it prints goes to.
+        first: picklable; what the process does before anything else, and all that it starts.
     """
 
-    def __init__(self, run: Callable[..., None], given: Sequence[Any], env: Mapping[str, str], out: int = 1) -> None:
+    def __init__(
+        self,
+        run: Callable[..., None],
+        given: Sequence[Any],
+        env: Mapping[str, str],
+        out: int = 1,
+        first: Callable[[], None] | None = None,
+    ) -> None:
         with Connection(os.dup(out)) as told, Connection(os.dup(2)) as said:  # what travels to another process
-            args = (told, said, dict(env), _server._forkserver_address, run, given)
+            args = (told, said, dict(env), address(), first, run, given)
             self._process = context().Process(target=_become, args=args)
             self._process.start()
         multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]  # no exit waits for it
@@ -122,12 +130,12 @@ class Rank(Forked):
 
     Args:
         link, env: as ``launch.start`` has them.
-        first: picklable; what the process does before anything else.
+        first: as :class:`Forked` has it.
     """
 
     def __init__(self, link: int, env: Mapping[str, str], first: Callable[[], None] | None = None) -> None:
         with Connection(os.dup(link)) as here:
-            super().__init__(_rank, (here, first), env, out=2)
+            super().__init__(_rank, (here,), env, out=2, first=first)
 
 
 def start(prefix: Sequence[str], link: int, env: Mapping[str, str]) -> Any:
@@ -152,9 +160,9 @@ def _enter(network: Path, cores: Sequence[int]) -> None:
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def shard(command: Sequence[str], env: Mapping[str, str]) -> Any:
+def shard(command: Sequence[str], env: Mapping[str, str], first: Callable[[], None] | None = None) -> Any:
     """In the place of what starts a shard of embedded servers: ``python -m commlib …``."""
-    return Forked(main, (list(command[3:]),), env)
+    return Forked(main, (list(command[3:]),), env, first=first)
 
 
 _CLONE_NEWNET = 0x40000000
@@ -162,35 +170,41 @@ _ANEW = processes.start
 _server: Any = forkserver._forkserver
 
 
-def known(address: str | None) -> None:
-    """In a process that was forked: others that it asks for come from the same server, and shards do."""
-    if address is not None:
-        _server._forkserver_address, _server.ensure_running = address, lambda: None
-        embedded.start = shard
+def known(at: str, first: Callable[[], None] | None = None) -> None:
+    """In a process that was forked: its shards are forked by the same server, which is at this address."""
+    _server._forkserver_address, _server.ensure_running = at, lambda: None
+    multiprocessing.process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # one may start none
+    embedded.start = functools.partial(shard, first=first)
 
 
-def address() -> str | None:
+def address() -> str:
     """Where the server is asked, for :func:`known`."""
     begin()
     return _server._forkserver_address  # type: ignore[no-any-return]
 
 
 def _become(
-    told: Connection, said: Connection, env: dict[str, str], at: str, run: Callable[..., None], given: Sequence[Any]
+    told: Connection,
+    said: Connection,
+    env: dict[str, str],
+    at: str,
+    first: Callable[[], None] | None,
+    run: Callable[..., None],
+    given: Sequence[Any],
 ) -> None:
     os.setsid()
+    if first is not None:
+        first()
     os.environ.clear()
     os.environ.update(env)
     torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # read when PyTorch was imported, elsewhere
     os.dup2(told.fileno(), 1)
     os.dup2(said.fileno(), 2)
-    known(at)
+    known(at, first)
     run(*given)
 
 
-def _rank(link: Connection, first: Callable[[], None] | None) -> None:
-    if first is not None:
-        first()
+def _rank(link: Connection) -> None:
     sys.argv = ["-c", str(os.dup(link.fileno()))]
     link.close()
     exec(BOOTSTRAP, {"__name__": "__main__"})

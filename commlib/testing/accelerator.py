@@ -24,9 +24,11 @@ import contextlib
 import dataclasses
 import itertools
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 from unittest import mock
 
@@ -92,10 +94,12 @@ class SimulatedEvent:
 
     def __init__(self, by: SimulatedAccelerator) -> None:
         self._by, self.clock = by, Clock()
+        self._at_s, self._behind = 0.0, list[_Later]()
 
     def record(self, stream: SimulatedStream | None = None) -> None:
         """Take the stream's work so far; by default the current one's."""
         self.clock = dict((stream or self._by.current()).clock)
+        self._at_s, self._behind = time.perf_counter(), self._by.of(self.clock)
 
     def wait(self, stream: SimulatedStream | None = None) -> None:
         """Make a stream wait for it; by default the current one."""
@@ -107,11 +111,30 @@ class SimulatedEvent:
 
     def synchronize(self) -> None:
         """The host waits for it. Not counted: what is asked for a step later is there."""
+        self._by.finish(self.clock)
         merge(self._by.host, self.clock)
 
     def elapsed_time(self, end: SimulatedEvent) -> float:
-        """Milliseconds: none pass here."""
-        return 0.0
+        """Milliseconds from this one to another."""
+        return 1e3 * (end.at_s - self.at_s)
+
+    @property
+    def at_s(self) -> float:
+        """When all before it was done, if it is: the host does most of what a stream is given at once."""
+        return max([self._at_s, *(each.at_s for each in self._behind)])
+
+
+@dataclasses.dataclass(eq=False)
+class _Later:
+    """Operation of a stream that another thread does."""
+
+    stream: int
+    tick: int
+    done: Future[Any]
+    at_s: float = 0.0
+
+    def note(self, done: Future[Any]) -> None:
+        self.at_s = time.perf_counter()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +196,7 @@ class SimulatedAccelerator:
         self._memory: dict[int, SimulatedMemory] = {}
         self._freed: dict[int, list[Access]] = {}  # by the stream of what was freed: uses that it may not be behind
         self._done: weakref.WeakKeyDictionary[Any, Clock] = weakref.WeakKeyDictionary()
+        self._later: list[_Later] = []
         self.host: Clock = {}
         self.waits: list[str] = []
         self.operations = 0
@@ -269,10 +293,30 @@ class SimulatedAccelerator:
         self.streams[number] = stream
         return number
 
+    def later(self, done: Future[Any]) -> None:
+        """What the current stream was given last is done with this future. Threads wait for it where they would do what
+        is ordered behind it; it must not wait for them."""
+        stream = self.current()
+        self._later.append(_Later(stream.number, stream.clock[stream.number], done))
+        done.add_done_callback(self._later[-1].note)
+
+    def of(self, clock: Clock) -> list[_Later]:
+        """What there is of it that is not yet known to be done."""
+        return [each for each in list(self._later) if clock.get(each.stream, 0) >= each.tick]
+
+    def finish(self, clock: Clock, but: int | None = None) -> None:
+        """Wait until all of this is done, a stream excepted."""
+        for each in self.of(clock):
+            if each.stream != but:
+                each.done.result()
+                with contextlib.suppress(ValueError):  # another thread was faster
+                    self._later.remove(each)
+
     def host_waits(self, why: str, clock: Clock) -> None:
         """The host waits until this is done."""
         if not covers(self.host, clock):
             self.waits.append(f"{why} at {_place()}")
+        self.finish(clock)
         merge(self.host, clock)
 
     def host_reads(self, tensor: Tensor, what: str) -> None:
@@ -280,6 +324,7 @@ class SimulatedAccelerator:
         with self._lock:
             if self.has(tensor):
                 self.waits.append(f"{what} at {_place()}")  # even if all is done: on a device that is not known before
+                self.finish(self.current().clock)
                 merge(self.host, self.current().clock)
             self._access([(tensor, False)], what, _HOST)
 
@@ -406,6 +451,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._schema.name == "aten::_local_scalar_dense":
             self._by.host_reads(args[0], "Tensor.item")
             return func(*args, **kwargs)
+        self._by.finish(self._by.current().clock)
         result = func(*args, **kwargs)
         reads, writes = [], []
         schema = func._schema

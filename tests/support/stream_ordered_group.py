@@ -10,10 +10,12 @@ what each has issued on this communicator.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import datetime
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -24,8 +26,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from commlib.ddp.hook_slot import slot_of
 from commlib.errors import CommlibError
+from commlib.runtime.autograd import at_end_of_backward
 from commlib.runtime.streams import accelerator
 from commlib.testing.accelerator import SimulatedAccelerator, SimulatedEvent
 from commlib.transports.process_group.algorithms.steps import Position
@@ -35,6 +37,7 @@ NAME = "stream_ordered"
 _TOLD = 128  # bytes in which a rank says what it issues
 _LISTED = 8  # collectives that an error names
 _CPU = torch.device("cpu")
+_OF_DDP = "torch.autograd", "commlib.ddp.hook_slot"  # who hands futures to DDP: itself, or what is left of a hook
 
 
 class CollectivesDiffer(CommlibError):
@@ -70,6 +73,9 @@ class OrderedWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Future of the result; done, as NCCL's is when it is issued."""
+        if sys._getframe(1).f_globals["__name__"].startswith(_OF_DDP):
+            done = self._done  # DDP waits for it in C++, at the end of the backward pass: which streams do is not seen
+            at_end_of_backward(lambda: done.wait())
         future: torch.futures.Future[list[Tensor]] = self._by.future(_CPU)
         before = self._by.stream(_CPU)
         before.wait_event(self._done)
@@ -99,6 +105,7 @@ class StreamOrderedGroup(GroupIdentity):
             gloo(store, about.group_rank, about.group_size, about.timeout) for store in (about.store, told)
         )
         self._streams: dict[SimulatedAccelerator, Any] = {}
+        self._device = concurrent.futures.ThreadPoolExecutor(1)  # does what the communicator's stream has, in order
         self._under_way: list[OrderedWork] = []
         self.issued: list[str] = []
 
@@ -170,12 +177,14 @@ class StreamOrderedGroup(GroupIdentity):
         own.wait_stream(by.current())
         with torch._C._DisableTorchDispatch():  # what Gloo does is no work of the device's
             self._compare()
-            call().wait()
+        by.finish(own.clock, but=own.number)
+        done = self._device.submit(lambda: call().wait())
         with by.use(own):
             by.ran(reads, fills, f"{kind} on a communicator")
-            done = own.record_event()
+            by.later(done)
+            event = own.record_event()
         self._under_way = [work for work in self._under_way if not work.is_completed()]  # its watchdog's
-        self._under_way.append(OrderedWork(by, done, fills, reads))
+        self._under_way.append(OrderedWork(by, event, fills, reads))
         return self._under_way[-1]
 
     def _compare(self) -> None:
@@ -220,10 +229,6 @@ def device(backend: str = NAME) -> Iterator[tuple[SimulatedAccelerator, Any]]:
 def step(ddp: DistributedDataParallel, gpu: SimulatedAccelerator, x: Tensor) -> None:
     ddp.zero_grad()
     ddp(x).square().mean().backward()
-    slot = slot_of(ddp)
-    if not ddp._comm_hooks or slot is None or slot.attached is None:  # by itself DDP has waited, in C++
-        for stream in list(gpu.streams.values()):
-            gpu.current().wait_stream(stream)
     with torch.no_grad():
         for p in ddp.parameters():
             assert p.grad is not None

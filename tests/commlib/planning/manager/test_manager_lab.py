@@ -19,6 +19,9 @@ import commlib
 from commlib.bench.lab import Lab
 from commlib.bench.launch.child import tell
 from commlib.bench.launch.processes import run_ranks
+from commlib.groups.world import World
+from tests.support.stream_ordered_group import NAME, device, step
+from tests.support.tiny_ddp import same_everywhere
 
 pytestmark = pytest.mark.alone
 
@@ -67,8 +70,8 @@ def train_while_the_rate_changes(rates: list[float]) -> list[list[Step]]:
         if dist.get_rank() == 0:
             routes = [str(p.route) for p in comm.plan]
             predicted = comm.predicted_s
-            step = {"seconds": seconds, "settled": comm.settled, "routes": routes, "predicted": predicted}
-            stretches[-1].append({**step, "said": list(said)})
+            seen = {"seconds": seconds, "settled": comm.settled, "routes": routes, "predicted": predicted}
+            stretches[-1].append({**seen, "said": list(said)})
             said.clear()
             if through(stretches) and not rates:
                 going.zero_()
@@ -81,6 +84,61 @@ def train_while_the_rate_changes(rates: list[float]) -> list[list[Step]]:
     gc.collect()
     dist.destroy_process_group()
     return stretches
+
+
+def train_until_settled(backend: str) -> dict[str, Any]:
+    """On a device whose process group is of this backend: the plan, and how far gradients are from plain DDP's."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    world = World(dist.get_rank(), dist.get_world_size())
+    x = torch.randn(48, 256, generator=torch.Generator().manual_seed(world.rank))
+    plain = DistributedDataParallel(layers(), init_sync=False)
+    going = torch.ones(1)
+    with device(backend) as (gpu, group):
+        ddp = DistributedDataParallel(layers(), process_group=group, init_sync=False, gradient_as_bucket_view=True)
+        comm = commlib.attach(ddp)
+        for _ in range(_MOST):
+            gpu.wait(torch.device("cpu"))
+            with torch._C._DisableTorchDispatch():
+                plain.load_state_dict(ddp.state_dict())
+                going.fill_(float(not comm.settled))
+                dist.broadcast(going, 0)
+            step(ddp, gpu, x)
+            if not going:
+                break
+        gpu.wait(torch.device("cpu"))
+        with torch._C._DisableTorchDispatch():
+            plain(x).square().mean().backward()
+            pairs = [(p.grad, q.grad) for p, q in zip(ddp.parameters(), plain.parameters(), strict=True)]
+            off = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs if a is not None and b is not None)
+            equal = all(same_everywhere(world, a) for a, _ in pairs if a is not None)
+        found = {
+            "routes": [str(p.route) for p in comm.plan],
+            "why": comm.plan,
+            "settled": comm.settled,
+            "off": off,
+            "equal": equal,
+        }
+        comm.close()
+    dist.destroy_process_group()
+    return found
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 512))
+
+
+@pytest.mark.parametrize("backend", ["gloo", NAME])
+def test_by_nccls_rules_rows_are_chosen_as_over_gloo(lab: Callable[..., Lab], backend: str) -> None:
+    made = lab(2, 60e6)
+    port = made.start()
+    found = run_ranks(train_until_settled, 2, (backend,), env=lambda r: made.environment(r, port), prefix=made.prefix)
+    for each in found:
+        assert each["settled"]
+        assert "none@factors" in each["routes"]
+        assert each["off"] < 2e-6
+        assert each["equal"]
 
 
 def test_when_the_rate_is_halved_and_doubled_the_plan_follows_within_fifty_steps_and_the_log_says_so(

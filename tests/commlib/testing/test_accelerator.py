@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -194,6 +196,37 @@ def test_what_a_backward_pass_does_and_what_other_threads_do_is_seen(gpu: Simula
     thread.start()
     thread.join()
     assert "theirs" in str(seen[0])
+
+
+def test_who_does_what_is_ordered_behind_another_threads_work_waits_for_it_and_nobody_else_does(
+    gpu: SimulatedAccelerator,
+) -> None:
+    x, y, side, slow = torch.zeros(5), torch.zeros(5), gpu.stream(CPU), Future[None]()
+    before = gpu.event(timing=True)
+    before.record()
+    side.wait_stream(gpu.current())
+    with gpu.use(side):
+        gpu.ran([], [x], "something slow")
+        gpu.later(slow)
+        after = side.record_event()
+    began = threading.Event()
+
+    def finish() -> None:
+        began.wait()
+        x.fill_(3)
+        slow.set_result(None)
+
+    thread = threading.Thread(target=finish)
+    thread.start()
+    y.add_(1)  # not behind it: goes on
+    gpu.current().wait_event(after)  # nor does an order make the host wait
+    assert not slow.done()
+    noted = time.perf_counter()
+    began.set()
+    assert (x + y).tolist() == [4] * 5
+    thread.join()
+    assert after.at_s >= noted
+    assert before.elapsed_time(after) == pytest.approx(1e3 * (after.at_s - before.at_s))
 
 
 def test_outside_nothing_is_simulated() -> None:

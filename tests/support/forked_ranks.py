@@ -142,12 +142,20 @@ def start(prefix: Sequence[str], link: int, env: Mapping[str, str]) -> Any:
     """In the place of ``launch.start``; a rank on an emulated host is forked, too, and goes there by itself."""
     if not prefix:
         return Rank(link, env)
+    first = entering(prefix)
+    return _ANEW(prefix, link, env) if first is None else Rank(link, env, first)
+
+
+def entering(prefix: Sequence[str]) -> Callable[[], None] | None:
+    """What takes a forked process to the emulated host of a rank with this prefix (``Lab.prefix``). None without root:
+    there, what owns the network would have to be entered first.
+    """
     named = re.search(r"--net=(/proc/\d+)/ns/net .* ip netns exec (\w+) .* --cpu-list ([\d,]+) ", " ".join(prefix))
-    if named is None or "--user=" in " ".join(prefix):  # without root: what owns the network would be entered first
-        return _ANEW(prefix, link, env)
+    if named is None or "--user=" in " ".join(prefix):
+        return None
     keeper, host, cores = named.groups()
     network = Path(keeper, "root", "run", "netns", host)  # as the keeper of the lab sees it
-    return Rank(link, env, functools.partial(_enter, network, [int(c) for c in cores.split(",")]))
+    return functools.partial(_enter, network, [int(c) for c in cores.split(",")])
 
 
 def _enter(network: Path, cores: Sequence[int]) -> None:

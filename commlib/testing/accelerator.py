@@ -23,12 +23,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -434,9 +435,17 @@ def extent(tensor: Tensor) -> tuple[int, int]:
 
 def _place() -> str:
     """File and line of commlib's, or of whoever called, that asked for what is done."""
-    frames = [f for f in traceback.extract_stack(limit=40) if "/torch/" not in f.filename and f.filename != __file__]
-    ours = [f for f in frames if "/commlib/" in f.filename or "/transports/" in f.filename] or frames
-    return f"{ours[-1].filename.rpartition('/')[2]}:{ours[-1].lineno}" if ours else "?"
+    frame: FrameType | None = sys._getframe(1)
+    other = "?"
+    while frame is not None:  # not by traceback: it looks for each file, and this is called for each operator
+        name = frame.f_code.co_filename
+        if "/torch/" not in name and name != __file__:
+            here = f"{name.rpartition('/')[2]}:{frame.f_lineno}"
+            if "/commlib/" in name or "/transports/" in name:
+                return here
+            other = here if other == "?" else other
+        frame = frame.f_back
+    return other
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -139,7 +139,10 @@ class Rank(Forked):
 
 
 def start(prefix: Sequence[str], link: int, env: Mapping[str, str]) -> Any:
-    """In the place of ``launch.start``; a rank on an emulated host is forked, too, and goes there by itself."""
+    """In the place of ``launch.start``; a rank on an emulated host is forked, too, and goes there by itself.
+
+    It has the host's network and cores, but is none of its processes: ``Lab.signal`` does not reach it.
+    """
     if not prefix:
         return Rank(link, env)
     first = entering(prefix)

@@ -108,6 +108,7 @@ def test_a_pair_that_cannot_be_attached_is_left_out_and_the_rest_goes_on() -> No
 
 
 @pytest.mark.full
+@pytest.mark.cold  # a forked rank has the host's network only, and does not die with it
 def test_a_host_that_dies_ends_it_but_not_the_figures_until_then(no_lab: str | None) -> None:
     if no_lab is not None:
         pytest.skip(no_lab)

@@ -295,14 +295,16 @@ class SimulatedAccelerator:
         return number
 
     def later(self, done: Future[Any]) -> None:
-        """What the current stream was given last is done with this future. Threads wait for it where they would do what
-        is ordered behind it; it must not wait for them."""
+        """Says that what the current stream was given last is done with this future.
+
+        Threads wait for it where they would do what is ordered behind it; it must not wait for them.
+        """
         stream = self.current()
         self._later.append(_Later(stream.number, stream.clock[stream.number], done))
         done.add_done_callback(self._later[-1].note)
 
     def of(self, clock: Clock) -> list[_Later]:
-        """What there is of it that is not yet known to be done."""
+        """Returns what there is of it that is not yet known to be done."""
         return [each for each in list(self._later) if clock.get(each.stream, 0) >= each.tick]
 
     def finish(self, clock: Clock, but: int | None = None) -> None:

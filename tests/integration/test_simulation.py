@@ -33,7 +33,7 @@ def _histories(world: World, kind: str, count: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("kind", "count"),
-    [("collectives", 60), ("training", 40), *full(("server", 20), ("restarts", 20), ("training", 200))],
+    [("collectives", 70), ("training", 30), *full(("server", 10), ("restarts", 10), ("training", 100))],
 )
 def test_they_end_right_or_by_a_named_error_in_time(fleet: Fleet, kind: str, count: int) -> None:
     assert fleet.run(1, _histories, kind, count) == [[]]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.support.stopped_ranks import RANKS, ROUTES
+from tests.support import forked_ranks
+from tests.support.stopped_ranks import RANKS, ROUTES, told
 
 ALL = [(backend, route) for backend in ("gloo", "zmq") for route in ROUTES if (backend, route) != ("gloo", "ddp")]
 IN_THE_FAST_TIER = {("gloo", "onebit"), ("zmq", "ddp"), ("zmq", "none")}
@@ -22,7 +21,7 @@ IN_THE_FAST_TIER = {("gloo", "onebit"), ("zmq", "ddp"), ("zmq", "none")}
     ],
 )
 def test_all_others_raise_whether_the_stopped_rank_keeps_the_store_or_not(backend: str, route: str) -> None:
-    raise_in_time(RANKS - 1, "3", backend, route)
+    raise_in_time(RANKS - 1, backend, route)
 
 
 @pytest.mark.full
@@ -32,14 +31,13 @@ def test_all_raise_where_a_host_is_cut_off_the_one_that_keeps_the_store_or_not(
 ) -> None:
     if no_lab is not None or os.geteuid() != 0:
         pytest.skip(no_lab or "ranks go to their emulated hosts as root only")
-    raise_in_time(RANKS, "3", "--cut", backend, route)
+    raise_in_time(RANKS, backend, route, cut=True)
 
 
-def raise_in_time(alive: int, *words: str) -> None:
-    command = [sys.executable, "-m", "tests.support.stopped_ranks", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    _, _, _, keeper, other, _ = (cell.strip() for cell in done.stdout.split("|"))
-    for cell in (keeper, other):
-        assert cell.endswith(" RuntimeError" if "ddp" in words else " PeerLost"), done.stdout  # C++ knows no other
-        assert cell.count(",") == alive - 1
+def raise_in_time(alive: int, backend: str, route: str, *, cut: bool = False) -> None:
+    for lost in (0, RANKS - 1):
+        with forked_ranks.context().Pool(1) as pool:
+            found = pool.apply_async(told, (route, backend, lost, 3.0, 63.0), {"cut": cut}).get(240)
+        assert len(found) == alive, found
+        for said in found.values():
+            assert said["error"] == ("RuntimeError" if route == "ddp" else "PeerLost"), found  # C++ knows no other

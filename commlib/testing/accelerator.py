@@ -135,7 +135,8 @@ class _Later:
     at_s: float = 0.0
 
     def note(self, done: Future[Any]) -> None:
-        self.at_s = time.perf_counter()
+        """Note that the operation is done. Who waits calls it as well: a future wakes him before it calls back."""
+        self.at_s = self.at_s or time.perf_counter()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,6 +313,7 @@ class SimulatedAccelerator:
         for each in self.of(clock):
             if each.stream != but:
                 each.done.result()
+                each.note(each.done)
                 with contextlib.suppress(ValueError):  # another thread was faster
                     self._later.remove(each)
 
@@ -324,10 +326,10 @@ class SimulatedAccelerator:
 
     def host_reads(self, tensor: Tensor, what: str) -> None:
         """The host reads a tensor. Of the device's it waits for the current stream, as a copy to the host does."""
+        self.finish(self.current().clock)
         with self._lock:
             if self.has(tensor):
                 self.waits.append(f"{what} at {_place()}")  # even if all is done: on a device that is not known before
-                self.finish(self.current().clock)
                 merge(self.host, self.current().clock)
             self._access([(tensor, False)], what, _HOST)
 

@@ -12,6 +12,7 @@ from tests.docs.treated import recipe
 from tests.support.clean_exits import KINDS, LOST, ROUTES
 from tests.support.tiers import full
 
+pytestmark = pytest.mark.timeout(2500)
 RUNS = 2
 TOGETHER = 4  # routes of one process, which imports PyTorch and forks all their ranks
 
@@ -28,7 +29,7 @@ def ends_well(routes: tuple[str, ...]) -> None:
         [sys.executable, *command, *routes, str(RUNS)],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=600 * len(routes),
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]

@@ -26,17 +26,20 @@ from tests.support.simulation.__main__ import on_one_core, several
 from tests.support.tiers import full
 
 
-def _histories(world: World, kind: str, count: int) -> list[str]:
+def _histories(world: World, kind: str, seeds: range) -> list[str]:
     with on_one_core(world.rank):
-        return several(list(range(world.rank, count, world.size)), kind, False, float("inf"))
+        return several(list(seeds), kind, False, float("inf"))
 
 
 @pytest.mark.parametrize(
-    ("kind", "count"),
-    [("collectives", 70), ("training", 30), *full(("server", 10), ("restarts", 10), ("training", 100))],
+    ("kind", "seeds"),
+    [
+        *(("collectives", range(60)), ("training", range(20)), ("training", range(20, 40))),
+        *full(("server", range(20)), ("restarts", range(20)), ("training", range(40, 200))),
+    ],
 )
-def test_they_end_right_or_by_a_named_error_in_time(fleet: Fleet, kind: str, count: int) -> None:
-    assert fleet.run(1, _histories, kind, count) == [[]]
+def test_they_end_right_or_by_a_named_error_in_time(fleet: Fleet, kind: str, seeds: range) -> None:
+    assert fleet.run(1, _histories, kind, seeds) == [[]]
 
 
 @pytest.mark.full

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -32,6 +34,18 @@ def test_all_raise_where_a_host_is_cut_off_the_one_that_keeps_the_store_or_not(
     if no_lab is not None or os.geteuid() != 0:
         pytest.skip(no_lab or "ranks go to their emulated hosts as root only")
     raise_in_time(RANKS, backend, route, cut=True)
+
+
+@pytest.mark.full
+def test_the_command_prints_a_row_for_each_route() -> None:
+    command = [sys.executable, "-m", "tests.support.stopped_ranks", "3", "gloo", "ddp", "onebit"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in done.stdout.splitlines()]
+    assert [row[:2] for row in rows] == [["gloo", "ddp"], ["gloo", "onebit"]]
+    for _, _, keeper, other in rows:
+        assert keeper.count(",") == other.count(",") == RANKS - 2
+    assert all(cell.endswith(" PeerLost") for cell in rows[1][2:])
 
 
 def raise_in_time(alive: int, backend: str, route: str, *, cut: bool = False) -> None:

@@ -83,6 +83,7 @@ def _run(seed: int, kind: str, *, faults: bool) -> History:
             raise Violation(f"{e}\n{again}: {job}\n{lines}{stuck and chr(10) + 'still there:' + stuck}") from e
         finally:
             world.close()
+            job.at_end.close()
             gc.collect()
             gc.freeze()  # what is left, modules most of all, need not be looked through after the next one
     return history

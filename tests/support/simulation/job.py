@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
 import random
 from typing import Any
@@ -34,6 +35,7 @@ class Job(abc.ABC):
         self.left: list[int] = []  # ranks that go by themselves
         self.results: dict[int, Any] = {}
         self.came: dict[int, float] = {}
+        self.at_end = contextlib.ExitStack()  # nothing stays on the machine
         self.draw()
 
     @abc.abstractmethod

@@ -122,6 +122,7 @@ class Restarts(Job):
         self.steps, self.every, self.runs = draw.randint(12, 30), draw.randint(1, 4), draw.randint(2, 5)
         self.deadline_s = 60.0
         self.disk = Disk(draw)
+        self.at_end.callback(shutil.rmtree, self.disk.folder, ignore_errors=True)
         self.run_number, self.least = -1, 0
         self.values_of: dict[tuple[int, int], tuple[int, list[torch.Tensor]]] = {}
         self.told: list[str] = []

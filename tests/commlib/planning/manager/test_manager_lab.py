@@ -114,7 +114,6 @@ def train_until_settled(backend: str) -> dict[str, Any]:
             equal = all(same_everywhere(world, a) for a, _ in pairs if a is not None)
         found = {
             "routes": [str(p.route) for p in comm.plan],
-            "why": comm.plan,
             "settled": comm.settled,
             "off": off,
             "equal": equal,

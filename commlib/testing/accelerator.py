@@ -326,9 +326,12 @@ class SimulatedAccelerator:
 
     def host_reads(self, tensor: Tensor, what: str) -> None:
         """The host reads a tensor. Of the device's it waits for the current stream, as a copy to the host does."""
-        self.finish(self.current().clock)
         with self._lock:
-            if self.has(tensor):
+            device = self.has(tensor)
+        if device:
+            self.finish(self.current().clock)  # not under the lock: others go on meanwhile
+        with self._lock:
+            if device:
                 self.waits.append(f"{what} at {_place()}")  # even if all is done: on a device that is not known before
                 merge(self.host, self.current().clock)
             self._access([(tensor, False)], what, _HOST)

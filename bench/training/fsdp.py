@@ -12,7 +12,8 @@ from torch import nn
 import commlib
 from commlib.codecs.base import LayerSpec
 from commlib.exchange.registry import BY_ROWS, BY_SERVERS
-from commlib.fsdp.plan import codecs_of, plan_of
+from commlib.fsdp.plan import choice_of
+from commlib.planning.policy import policy_of
 
 from .configurations import PLACED, Configuration, pick
 from .workloads import Workload
@@ -25,6 +26,7 @@ COMMLIB = ("none", "int8", "int8+int8", "int4+int8", "onebit", "onebit+int8", "t
 QUICK = (BASELINE, "none", "int8", "int8+int8", "onebit+int8")
 
 _PLUS = re.compile(r"\+(?=\s*[A-Za-z_])")  # before the name of a codec; that of 1e+3 stands before a digit
+_POLICY = re.compile(r"\+(?=\s*lossy\b)")  # a policy has pluses of its own
 _ANY = LayerSpec("any", (64, 64))
 
 
@@ -33,15 +35,15 @@ class Sharded(Configuration):
     """Way for gradients and parameters to travel under FSDP2.
 
     Args:
-        name: ``fsdp2``; or ``GRADIENTS`` or ``GRADIENTS+PARAMETERS``, specs of commlib's codecs.
+        name: ``fsdp2``; or ``GRADIENTS`` or ``GRADIENTS+PARAMETERS``, specs of commlib's codecs, or policies.
         by: ``pytorch`` or ``commlib``.
         exact: whether gradients and parameters are what FSDP2 would have.
     """
 
     @property
     def managed(self) -> bool:
-        """No bandwidth manager chooses here."""
-        return False
+        """Whether codecs are chosen by measurement."""
+        return self.by == "commlib" and any(policy_of(spec) for spec in split(self.name))
 
     def wrap(
         self, course: Workload, group: Any, timeout: float, bucket_cap_mb: float | None = None
@@ -66,8 +68,12 @@ def split(spec: str) -> tuple[str, str | None]:
 
     >>> split("topk:ratio=0.1,values=int8+bf16")
     ('topk:ratio=0.1,values=int8', 'bf16')
+    >>> split("lossy:int8+onebit+lossy:int8")
+    ('lossy:int8+onebit', 'lossy:int8')
     """
-    parts = [part.strip() for part in _PLUS.split(spec)]
+    gradients, *policy = _POLICY.split(spec.strip(), maxsplit=1)
+    parts = [gradients] if _is_lossy(gradients) else _PLUS.split(gradients)
+    parts = [part.strip() for part in (*parts, *policy)]
     if len(parts) > 2 or not all(parts) or parts[-1].endswith("+"):
         raise ValueError(
             f"--comm {spec!r}: with --fsdp2 it is GRADIENTS or GRADIENTS+PARAMETERS, a codec each, as int8+int8; "
@@ -120,16 +126,19 @@ def _exact(spec: str, world_size: int) -> bool:
         if head in heads or (head.startswith("torch-") and "torch-" in heads):
             raise ValueError(f"--comm {spec!r} is not for --fsdp2: {why}; name a codec, as int8 or int8+int8")
     gradients, parameters = split(spec)
+    given: dict[str, Any] = {"world": world_size, "min_size": 0, "replicas": None, "halves": ()}
     try:
-        plan = plan_of([_ANY], gradients, world=world_size, min_size=0, replicas=None)
-        coded = codecs_of([_ANY], parameters, min_size=0)
+        choice = choice_of([_ANY], [_ANY], gradients, parameters, **given)
     except (TypeError, ValueError) as e:
         raise ValueError(f"--comm {spec!r} with --fsdp2: {e}") from e
-    return all(p.route.codec.lossless for p in plan) and not coded
+    return not choice.any and not choice.kept and all(p.route.codec.lossless for p in choice.plain)
+
+
+def _is_lossy(spec: str) -> bool:
+    return spec.partition(":")[0].strip() == "lossy"
 
 
 _OF_DDP = (
-    (("auto", "lossy"), "it chooses by measurement, which is done for DDP only"),
     ((PLACED,), "layers are placed under DDP only"),
     (tuple(BY_ROWS), "the rows of a layer's input are not caught under FSDP2"),
     (tuple(BY_SERVERS), "parameter servers are of DDP only"),

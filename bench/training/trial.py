@@ -136,6 +136,7 @@ def _train(
         end.call = comm.close
     if isinstance(comm, HookState):
         sheet.levels = levels_of(comm.plan) if contender.hierarchy else None
+    if comm is not None:
         for _ in range(_SETTLING):
             if comm.settled:
                 break
@@ -149,7 +150,7 @@ def _train(
     after = _counted(group)
     if before is not None and after is not None:
         sheet.sent_bytes = (after - before).sent / job.steps
-    sheet.predicted_s = comm.predicted_s if isinstance(comm, HookState) else None
+    sheet.predicted_s = None if comm is None else comm.predicted_s
     sheet.evidence = course.evidence()
     sheet.steps_s += [_timed_step(course, model, device) for _ in range(steps - job.steps)]
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import commlib
 from commlib.bench.models.simulated import Replay
+from commlib.fsdp.param_groups import is_sharded
 from commlib.runtime.layers import linear_layers
 
 from .correctness import Evidence
@@ -146,7 +147,7 @@ class Training:
     def restart(self) -> None:
         """Same contract as :meth:`Workload.restart`."""
         torch.manual_seed(0)
-        self.module.load_state_dict(self._task.module().state_dict())
+        _load(self.module, self._task.module().state_dict())
         self._steps = 0
 
     def evidence(self) -> Evidence:
@@ -160,6 +161,16 @@ class Training:
             loss: float = _cross_entropy(self.module(inputs), classes).item()  # collective if it is sharded
         self._end_pass()
         return loss
+
+
+def _load(module: nn.Module, values: dict[str, Any]) -> None:
+    """Set parameters and buffers, of a sharded module its shards."""
+    if not is_sharded(module):
+        module.load_state_dict(values)
+        return
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    set_model_state_dict(module, values, options=StateDictOptions(full_state_dict=True))
 
 
 class Replaying:

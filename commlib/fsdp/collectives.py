@@ -36,13 +36,14 @@ class GradientReduceScatter(_Memory):
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         own = functools.partial(self._own, output_tensor, input_tensor, group, op)
-        if self._between:
-            self._traffic.own(self._unit, "gradients", own)
-        elif self._traffic.plain(self._unit):
-            self._traffic.own(self._unit, "gradients", own)
-            self._traffic.reduced(self._unit, input_tensor, output_tensor)
-        else:
-            self._traffic.to_owners(self._unit, input_tensor, output_tensor, op)
+        with self._traffic.timed(self._unit):
+            if self._between:
+                self._traffic.own(self._unit, "gradients", own)
+            elif self._traffic.plain(self._unit):
+                self._traffic.own(self._unit, "gradients", own)
+                self._traffic.reduced(self._unit, input_tensor, output_tensor)
+            else:
+                self._traffic.to_owners(self._unit, input_tensor, output_tensor, op)
 
 
 class ParameterAllGather(_Memory):
@@ -53,12 +54,12 @@ class ParameterAllGather(_Memory):
 
     def __init__(self, traffic: FsdpCommunicator, unit: ParamGroup, own: Any) -> None:
         self._traffic, self._unit, self._own = traffic, unit, own
-        self._coded = any(traffic.codec_of(name) for name in unit.names)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         chunks = sum(math.prod(spec.shape) for spec in self._unit.gathered())
         all_of_them = group.size() == self._unit.shard_group.size() and input_tensor.numel() == chunks
-        if self._coded and all_of_them and input_tensor.is_floating_point():
+        coded = any(self._traffic.codec_of(name) for name in self._unit.names)
+        if coded and all_of_them and input_tensor.is_floating_point():
             self._traffic.values(self._unit, input_tensor, output_tensor)
             return None
         call = functools.partial(self._own, output_tensor, input_tensor, group)
@@ -79,11 +80,13 @@ class ReplicaGroup:
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> None:
         """All-reduce a tensor: this rank's shard. Through when it returns, so there is no work to wait for."""
-        if self._traffic.plain(self._unit):
-            self._traffic.own(self._unit, "gradients", functools.partial(self._all_reduce, tensors, opts), between=True)
-            self._traffic.reduced_across(self._unit, tensors[0])
-        else:
-            self._traffic.across(self._unit, tensors[0], opts.reduceOp)
+        with self._traffic.timed(self._unit):
+            if self._traffic.plain(self._unit):
+                own = functools.partial(self._all_reduce, tensors, opts)
+                self._traffic.own(self._unit, "gradients", own, between=True)
+                self._traffic.reduced_across(self._unit, tensors[0])
+            else:
+                self._traffic.across(self._unit, tensors[0], opts.reduceOp)
 
     def _all_reduce(self, tensors: Sequence[Tensor], opts: Any, later: bool) -> Any:
         work = self._group.allreduce(tensors, opts)

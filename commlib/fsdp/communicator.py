@@ -32,6 +32,7 @@ from commlib.exchange.sequencer import Sequencer
 from commlib.exchange.step_commit import StepCommit
 from commlib.exchange.throttled_group import Throttle
 from commlib.fsdp import parameters
+from commlib.fsdp.chooser import CodecChooser
 from commlib.fsdp.gradients import GradientReducer
 from commlib.fsdp.param_groups import ParamGroup
 from commlib.fsdp.plan import Replicas
@@ -62,6 +63,7 @@ class FsdpCommunicator:
         dense_steps: the first so many steps go uncompressed.
         seed: of random codecs.
         codecs: parameter → how its values come from its owner; others come as they are.
+        chooser: of plan and codecs, if these are chosen by measurement.
     """
 
     def __init__(
@@ -75,8 +77,10 @@ class FsdpCommunicator:
         dense_steps: int,
         seed: int,
         codecs: Mapping[str, Compressor],
+        chooser: CodecChooser | None = None,
     ) -> None:
         self._shard, self._replicas, self._scale, self._codecs = shard, replicas, scale, codecs
+        self._chooser, self._dense_steps, self._halves = chooser, dense_steps, frozenset[str]()
         groups = [units[0].shard_group, *([] if replicas is None else [units[0].replicate_group])]
         worlds = [shard, *([] if replicas is None else [replicas.inter])]
         places = list(zip(groups, keys, worlds, strict=True))
@@ -96,10 +100,30 @@ class FsdpCommunicator:
         self._sequencer = self._sequenced(*self._calls[0], [("world",)])
         self._between = self._sequencer
         if replicas is not None:
-            lanes = scopes({"dense", *(p.route.exchange for p in plan)}, None)
+            plans = [plan, *(chooser.choice.gradients.values() if chooser else ())]
+            lanes = scopes({"dense", *(p.route.exchange for each in plans for p in each)}, None)
             self._between = self._sequenced(*self._calls[1], lanes)
         both = self._between, self._sequencer
         self.peers = PeerWait(places, self.device, lambda e: [s.give_up(e) for s in both][-1])
+
+    @property
+    def plan(self) -> Plan:
+        """Plan of gradients as it is now."""
+        return self._reducer.plan
+
+    @property
+    def settled(self) -> bool:
+        """Whether plan and codecs stay as they are, unless the link changes."""
+        return self._chooser is None or self._chooser.settled
+
+    @property
+    def predicted_s(self) -> float | None:
+        """Seconds of a step with what was chosen; None if nothing was."""
+        return None if self._chooser is None else self._chooser.predicted_s
+
+    def timed(self, unit: ParamGroup) -> contextlib.AbstractContextManager[None]:
+        """A context in which a unit's gradients are exchanged."""
+        return contextlib.nullcontext() if self._chooser is None else self._chooser.timed(unit.name)
 
     def told(self, monitor: Monitor) -> None:
         """Tell this monitor of waits and of steps from now on; it is not kept alive."""
@@ -113,6 +137,8 @@ class FsdpCommunicator:
     def plain(self, unit: ParamGroup) -> bool:
         """Whether all of a unit's gradients go as they are in this step, and nothing is held back of them."""
         self._begin()
+        if unit.summed and unit.name in self._halves:  # in float32, with more bits than its codec has
+            return True
         return self._reducer.plain(unit.present)
 
     def reduced(self, unit: ParamGroup, table: Tensor, out: Tensor) -> None:
@@ -243,6 +269,9 @@ class FsdpCommunicator:
         self.peers.check()
         if (monitor := self._monitor()) is not None:
             monitor.exchanged(self.steps.count, joined=False, meanwhile=self.meanwhile)
+        if self._chooser is not None and self.steps.count >= self._dense_steps and self._chooser.exchanged():
+            self._reducer.plan, self._codecs = self._chooser.plan(), self._chooser.values()
+            self._halves = self._chooser.exact()
 
     def _waiting(self) -> contextlib.AbstractContextManager[None]:
         monitor = self._monitor()

@@ -37,6 +37,7 @@ class GradientReducer:
         seed: of random codecs.
 
     Attributes:
+        plan: for gradients, from the next step on; between two steps another may be put there.
         gauge: of what is not sent. (Under HSDP, as under a hierarchy, it tells residuals only.)
     """
 
@@ -51,7 +52,7 @@ class GradientReducer:
         dense_steps: int,
         seed: int,
     ) -> None:
-        self._plan, self._shard, self._store, self._steps, self._meters = plan, shard, store, steps, meters
+        self.plan, self._shard, self._store, self._steps, self._meters = plan, shard, store, steps, meters
         self._dense_steps, self._seed = dense_steps, seed
         self._made: dict[object, StepBuffers] = {}
         self.gauge = ErrorNorms(store)
@@ -59,18 +60,18 @@ class GradientReducer:
     @property
     def remembers(self) -> bool:
         """Whether any step may leave something for another."""
-        return self._plan.remembers or self._dense_steps > 0
+        return self.plan.remembers or self._dense_steps > 0
 
     def plain(self, names: Iterable[str]) -> bool:
         """Whether all these go as they are in this step, and nothing is held back of them."""
         return all(self._route(name).plain and not self._store.holds(name) for name in names)
 
     def _route(self, name: str) -> Route:
-        if name not in self._plan.layers:
+        if name not in self.plan.layers:
             raise CommlibError(
                 f"{name} has a gradient, and had none when commlib was attached: freeze parameters before that"
             )
-        planned, step = self._plan.layers[name], self._steps.count
+        planned, step = self.plan.layers[name], self._steps.count
         if step < self._dense_steps:
             return planned.dense
         codec = planned.route.codec.at(step - self._dense_steps)
@@ -121,7 +122,7 @@ class GradientReducer:
         world, start = World(replicas.rank, self._shard.size * replicas.inter.size), 0
         for name in unit.present:
             route, spec = self._route(name), unit.specs[name]
-            part = share(self._plan.layers[name].route, spec, world, replicas)
+            part = share(self.plan.layers[name].route, spec, world, replicas)
             length = reduce_scatter.chunks(spec, self._shard.size)[0].spec.numel  # with what pads the last ones
             grad, start = flat[start : start + part.spec.numel], start + length
             if not part.spec.numel:

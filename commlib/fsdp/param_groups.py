@@ -42,6 +42,7 @@ class ParamGroup:
         names: of all parameters, trained or not, in the order in which they lie in memory.
         specs: of the trained ones, by name; float dtype as stored.
         present: names of those that had a gradient as the last backward pass came to the unit's end.
+        summed: whether any of them had been summed over several backward passes, as without synchronisation.
         alone: a process group of this rank, where nothing is sharded.
     """
 
@@ -51,6 +52,7 @@ class ParamGroup:
     names: list[str]
     specs: dict[str, LayerSpec]
     present: list[str] = dataclasses.field(default_factory=list)
+    summed: bool = False
     alone: Any = None
 
     @property
@@ -63,12 +65,22 @@ class ParamGroup:
         """Under HSDP and ``replicate`` the group of the ranks that hold the same shard; None without."""
         return getattr(self.inner.mesh_info, "replicate_process_group", None)
 
+    @property
+    def halves(self) -> bool:
+        """Whether gradients are computed in bf16, and summed over the ranks in float32."""
+        policy = self.inner.mp_policy
+        return bool(policy.param_dtype == torch.bfloat16 and policy.reduce_dtype == torch.float32)
+
     def watch(self) -> Callable[[], None]:
         """Has ``present`` told from now on; returns what undoes it."""
         original = self.inner.post_backward
 
         def post_backward(*args: Any) -> Any:
             self.present = list(self._with_gradient())
+            self.summed = any(
+                hasattr(p, "_unsharded_param") and p.unsharded_accumulated_grad is not None
+                for p in self.inner.fsdp_params
+            )
             try:
                 return original(*args)
             except ValueError as e:  # PyTorch logs a collective's error, and then wants to know the group it was of

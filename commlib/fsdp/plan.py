@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import cast
+from typing import Any, cast
 
 from commlib.codecs.base import Compressor, LayerSpec
 from commlib.codecs.registry import make, make_plain
@@ -16,10 +16,12 @@ from commlib.exchange.reduce_scatter import ReduceScatter
 from commlib.groups.world import World
 from commlib.planning.plan import Plan, PlannedLayer
 from commlib.planning.planner import make_plan
-from commlib.planning.policy import Exact, Policy, policy_of
+from commlib.planning.policy import Exact, Lossy, Policy, policy_of
 from commlib.planning.route import Route, Rule, Rules
 
 TO_OWNERS = "reduce_scatter"
+HALF = "bf16:ef=off"
+"""Exact for a gradient that was computed in bf16, whatever it is summed in."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +72,7 @@ def plan_of(
     policy = policy_of(rules)
     if policy is not None:
         if not isinstance(policy, Exact):
-            raise TypeError(f"{policy} chooses by measurement, which is not done for FSDP2: name a codec")
+            raise TypeError(f"{policy}: what is chosen by measurement is no plan before that: name a codec")
         rules = "none"
     named = cast(Rules, rules)  # no policy
     if replicas is None:
@@ -82,7 +84,7 @@ def plan_of(
             if why := in_parts or _rows(p):
                 raise ValueError(f"{p.spec.name} by {p.route} cannot be taken between replicas of shards: {why}")
         made = made.noted(replicas.about(), local=replicas.local.size)
-    return made if policy is None else made.because("exact", "nothing is measured for FSDP2 yet: as it is")
+    return made if policy is None else made.because("exact", "as it is: nothing else is exact for these gradients")
 
 
 def _rows(p: PlannedLayer) -> str:
@@ -104,7 +106,7 @@ def _alone(rule: Rule) -> Rule:
     else:
         text, _, exchange = rule.partition("@")
         if text == "auto":
-            raise TypeError("'auto' chooses by measurement, which is not done for FSDP2: name a codec")
+            raise TypeError("'auto' is for a whole model, not for some layers of a sharded one: name a codec")
         codec = make("none" if text.strip() == "dense" else text)
     if exchange.strip() not in ("", TO_OWNERS):
         raise ValueError(f"{rule}: gradients of a sharded model go to their owners, by no other exchange: name a codec")
@@ -166,3 +168,99 @@ def _of_values(rule: Rule) -> Compressor:
             "take bf16, fp16 or int8"
         )
     return codec
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Codecs that may be chosen for a sharded model.
+
+    Attributes:
+        policy: in words.
+        plain: the plan in which every layer goes as it is.
+        gradients: codec → the plan in which every layer goes by it that can.
+        values: codec → parameter → that codec, where it can carry its values.
+        kept: values that go by a codec whatever is chosen.
+        exact: the codec that loses nothing of gradients that were computed in fewer bits than they are summed in, and
+            the units of which that is so.
+    """
+
+    policy: str
+    plain: Plan
+    gradients: Mapping[str, Plan]
+    values: Mapping[str, Mapping[str, Compressor]]
+    kept: Mapping[str, Compressor]
+    exact: tuple[str, frozenset[str]] = ("", frozenset())
+
+    def units(self, parameters: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
+        """Codec → the units of which it would carry anything; those that would carry nothing are not there.
+
+        Args:
+            parameters: unit → names of those that are trained.
+        """
+        exact, of = self.exact
+        found = {}
+        for codec, plan in self.gradients.items():
+            carried = [u for u, names in parameters.items() if any(not plan.layers[n].route.plain for n in names)]
+            found[codec] = [u for u in carried if codec != exact or u in of]
+        return {codec: units for codec, units in found.items() if units}
+
+    def codecs(self) -> list[Compressor]:
+        """All that may be used."""
+        routes = [p.route.codec for plan in (self.plain, *self.gradients.values()) for p in plan]
+        return [*routes, *self.kept.values(), *(c for by in self.values.values() for c in by.values())]
+
+    @property
+    def any(self) -> bool:
+        """Whether there is anything to choose between."""
+        return bool(self.gradients or self.values)
+
+
+def choice_of(
+    specs: Sequence[LayerSpec],
+    chunks: Sequence[LayerSpec],
+    gradients: Rules | Policy | Plan,
+    parameters: Rules | Policy | None,
+    *,
+    world: int,
+    min_size: int,
+    replicas: Replicas | None,
+    halves: Collection[str],
+) -> Choice:
+    """Make the choice that a user leaves to measurement; of what is named there is none.
+
+    Args:
+        specs: of all trained parameters, whole.
+        chunks: this rank's, of floating-point parameters.
+        gradients: as :func:`commlib.attach` has them.
+        parameters: a codec, rules, or a policy; None: as they are.
+        world, min_size, replicas: as :func:`plan_of`.
+        halves: units whose gradients were computed in bf16, and are summed in float32.
+
+    Raises:
+        ValueError, TypeError: as :func:`plan_of` and :func:`codecs_of`.
+    """
+    given: dict[str, Any] = {"world": world, "min_size": min_size, "replicas": replicas}
+    policy, of_values = policy_of(gradients), policy_of(parameters)
+    plans: dict[str, Plan] = {}
+    if policy is not None and (world > 1 or replicas is not None):
+        policy.routes(world)  # says what is wrong with a codec's being chosen
+        rules = policy.rules if isinstance(policy, Lossy) else ()
+        plans = {str(rule): plan_of(specs, rule, **given) for rule in rules}
+    exact: tuple[str, frozenset[str]] = "", frozenset()
+    if policy is not None and replicas is None and world > 1 and halves and HALF not in plans:
+        exact = HALF, frozenset(halves)
+        plans = {HALF: plan_of(specs, HALF, **given)} | plans
+    values = of_values.rules if isinstance(of_values, Lossy) else ()
+    coded = {str(rule): codecs_of(chunks, rule, min_size) for rule in values}
+    return Choice(
+        "; for parameters ".join(filter(None, ["" if policy is None else str(policy), _only_codecs(of_values)])),
+        plan_of(specs, gradients if policy is None else Exact(), **given),
+        plans,
+        {name: found for name, found in coded.items() if found},
+        {} if of_values is not None else codecs_of(chunks, cast("Rules | None", parameters), min_size),
+        exact,
+    )
+
+
+def _only_codecs(policy: Policy | None) -> str:
+    return f"as they are or {', '.join(map(str, policy.rules))}" if isinstance(policy, Lossy) else ""

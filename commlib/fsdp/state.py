@@ -13,10 +13,12 @@ from commlib.__version__ import __version__
 from commlib.checkpoint.state_dict import StateDict, from_state, to_state
 from commlib.codecs.registry import warm
 from commlib.errors import check_numbers
+from commlib.fsdp.chooser import CodecChooser
 from commlib.fsdp.collectives import GradientReduceScatter, ParameterAllGather, ReplicaGroup
 from commlib.fsdp.communicator import FsdpCommunicator
 from commlib.fsdp.param_groups import units_of
-from commlib.fsdp.plan import Replicas, codecs_of, plan_of
+from commlib.fsdp.plan import Replicas, choice_of
+from commlib.groups.coordinator import Coordinator
 from commlib.groups.handshake import agree, meeting_place, publish_failure
 from commlib.groups.world import World
 from commlib.monitoring.log import Log, Monitor
@@ -47,9 +49,12 @@ class ShardedState:
     Args:
         model: ``fully_shard`` was called on it and on whatever inside; the root of all that is trained with it.
         compressor: a spec string (``"onebit"``, ``"int8:ef=off"``), a Compressor, or rules by layer. By default
-            (:class:`commlib.Exact`) everything goes as it is.
+            (:class:`commlib.Exact`) commlib chooses what loses nothing: bf16 for gradients that are computed in bf16
+            and summed in float32, where that makes steps shorter. :class:`commlib.Lossy` names codecs that may be
+            chosen as well, unit by unit.
         parameters: the codec by which values come from their owners in forward and backward passes, or rules by layer:
-            ``"bf16"``, ``"int8"``. Owners keep them as they are. None: as they are.
+            ``"bf16"``, ``"int8"``; :class:`commlib.Lossy` has it chosen, for all units or none. Owners keep them as
+            they are. None: as they are.
         scaler: the GradScaler in use, so that residuals follow when its scale moves.
         dense_steps: gradients of the first so many steps go uncompressed.
         min_size: layers with fewer values are not compressed.
@@ -68,7 +73,7 @@ class ShardedState:
         model: nn.Module,
         compressor: Rules | Policy | Plan = Exact(),
         *,
-        parameters: Rules | None = None,
+        parameters: Rules | Policy | None = None,
         scaler: Any = None,
         dense_steps: int = 0,
         min_size: int = 1024,
@@ -84,23 +89,32 @@ class ShardedState:
         try:
             check_numbers(timeout, dense_steps=dense_steps, min_size=min_size, seed=seed)
             specs = [spec for unit in units for spec in unit.specs.values()]
-            self._plan = plan_of(specs, compressor, world=shard.size, min_size=min_size, replicas=replicas)
             chunks = [spec for unit in units for spec in unit.gathered()]
             if parameters is not None and units[0].alone is not None:
                 raise ValueError("parameters: every rank has them all (replicate), and none are gathered: leave it out")
-            codecs = codecs_of(chunks, parameters, min_size)
-            warm([*codecs.values(), *(p.route.codec for p in self._plan)], units[0].inner.device)
+            halves = [unit.name for unit in units if unit.halves]
+            given: dict[str, Any] = {"world": shard.size, "min_size": min_size, "replicas": replicas, "halves": halves}
+            choice = choice_of(specs, chunks, compressor, parameters, **given)
+            warm(choice.codecs(), units[0].inner.device)
             scale = LossScale(scaler, model)
         except Exception as e:
             for g, key, w in meetings:
                 publish_failure(g, key, w, e)
             raise
         terms = {"commlib": __version__, "dense_steps": str(dense_steps), "seed": str(seed)}
-        terms |= {"scaler": str(scaler is not None), "parameters": str({n: str(c) for n, c in codecs.items()})}
+        terms |= {"scaler": str(scaler is not None), "parameters": str({n: str(c) for n, c in choice.kept.items()})}
+        terms |= {"policy": choice.policy, "choice": ", ".join([*choice.gradients, *choice.values])}
         for g, key, w in meetings:
-            agree(g, key, terms | self._plan.describe(), w, timeout)
+            agree(g, key, terms | choice.plain.describe(), w, timeout)
         keys = [key for _, key, _ in meetings]
-        self._traffic = FsdpCommunicator(units, self._plan, shard, replicas, keys, scale, dense_steps, seed, codecs)
+        chooser = None
+        if choice.any:
+            # Ranks of a replica wait for their first one, and that for those of other replicas.
+            times = [timeout] if replicas is None else [2 * timeout, timeout]
+            boards = [Coordinator(g, key, w, t) for (g, key, w), t in zip(meetings, times, strict=True)]
+            chooser = CodecChooser(units, choice, boards, units[0].inner.device)
+        kept: dict[str, Any] = {"dense_steps": dense_steps, "seed": seed, "codecs": choice.kept, "chooser": chooser}
+        self._traffic = FsdpCommunicator(units, choice.plain, shard, replicas, keys, scale, **kept)
         self._replicas = replicas
         self.world = shard if replicas is None else World(replicas.rank, shard.size * replicas.inter.size)
         self._units, self._undo = units, list[Callable[[], None]]()
@@ -108,13 +122,23 @@ class ShardedState:
         self._tracer = Tracer(model, self.world.rank, *self._traffic.parts())
         self._monitor = Monitor(self, self._tracer, self._traffic.device, self._traffic.gauge)
         self._traffic.told(self._monitor)
-        if codecs or not self._plan.plain:
+        if choice.kept or choice.any or not choice.plain.plain:
             self._follow()
 
     @property
     def plan(self) -> Plan:
         """Layer by layer, how gradients travel. Prints as a table."""
         return self._plan
+
+    @property
+    def settled(self) -> bool:
+        """Whether the codecs are chosen: at once by rule, by measurement after some steps. The same on all ranks."""
+        return self._traffic.settled
+
+    @property
+    def predicted_s(self) -> float | None:
+        """Seconds that a step took with what was chosen by measurement, as the trials had it; None without."""
+        return self._traffic.predicted_s
 
     def stats(self) -> Stats:
         """Gradients: bytes and seconds since attach, on this rank; ``dense_bytes`` is what FSDP2 would have sent.
@@ -200,6 +224,10 @@ class ShardedState:
         """Ends the threads, and a trace. (A further backward pass would start threads again.)"""
         self._traffic.close()
         self._monitor.end()
+
+    @property
+    def _plan(self) -> Plan:
+        return self._traffic.plan
 
     def _follow(self) -> None:
         """Every unit's gradients go by here, or are seen: a step leaves nothing behind unless all of it is finite."""

@@ -38,7 +38,11 @@ class Logged(Protocol):
     """Exchange of gradients by a plan, as a log sees it: a part of :class:`commlib.HookState`."""
 
     world: World
-    _plan: Plan
+
+    @property
+    def _plan(self) -> Plan:
+        """Plan as decided, without what was measured since."""
+
     _steps: StepCommit
 
     def stats(self) -> Stats:

@@ -95,7 +95,8 @@ def simulated(world: World, rule: str | None) -> dict[str, Any]:
         gpu.wait(CPU)
         if comm is not None:
             comm.close()
-    return {"values": values, "waits": [w for each in waits[1 + WARM :] for w in each], "streams": len(gpu.streams)}
+    found = {"values": values, "waits": [w for each in waits[1 + WARM :] for w in each], "streams": len(gpu.streams)}
+    return found | {"of each step": waits[1:]}
 
 
 def over_gloo(world: World, rule: str | None) -> list[Tensor]:
@@ -128,6 +129,16 @@ def test_no_race_no_wait_of_the_host_and_the_weights_that_gloo_leaves(fleet: Fle
 @pytest.mark.parametrize("rule", full("none", "int8", "onebit"))
 def test_nor_between_replicas(fleet: Fleet, rule: str) -> None:
     alike(fleet, 4, rule)
+
+
+def test_codecs_that_are_chosen_by_measurement_take_over_without_a_race_and_only_a_review_waits(fleet: Fleet) -> None:
+    """After five plain steps there is a review, and the sixth is by the first codec that is tried."""
+    rule = "lossy:int8"
+    found, plain = fleet.run(2, simulated, rule), fleet.run(2, over_gloo, rule)
+    for one, values in zip(found, plain, strict=True):
+        before, _, after = one["of each step"][WARM:]
+        assert (before, after) == ([], [])
+        assert all(torch.equal(a, b) for a, b in zip(one["values"], values, strict=True))
 
 
 def _no_wait(self: OrderedWork, *_: object) -> bool:

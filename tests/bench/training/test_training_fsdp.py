@@ -59,6 +59,10 @@ def test_what_lies_in_a_unit_belongs_to_it() -> None:
         ("topk:ratio=1e+0", "topk:ratio=1e+0", None),  # the plus of a number parts nothing
         ("topk:ratio=1e+0+int8", "topk:ratio=1e+0", "int8"),
         ("onebit@reduce_scatter+fp16", "onebit@reduce_scatter", "fp16"),
+        ("lossy:onebit+int8", "lossy:onebit+int8", None),
+        ("lossy:onebit+int8+lossy:bf16+int8", "lossy:onebit+int8", "lossy:bf16+int8"),
+        ("int8+lossy:int8", "int8", "lossy:int8"),
+        ("auto+int8", "auto", "int8"),
     ],
 )
 def test_gradients_and_parameters_are_parted_at_the_plus(spec: str, gradients: str, parameters: str | None) -> None:
@@ -87,6 +91,16 @@ def test_the_baseline_comes_first_and_only_what_changes_nothing_is_exact() -> No
     }
 
 
+def test_those_that_are_measured_settle_before_they_are_timed() -> None:
+    asked = choose(("auto", "lossy:int8+onebit", "none+lossy:int8", "int8+int8"), (), 2)
+    assert [(c.name, c.managed, c.exact) for c in asked[1:]] == [
+        ("auto", True, True),
+        ("lossy:int8+onebit", True, False),
+        ("none+lossy:int8", True, False),
+        ("int8+int8", False, False),
+    ]
+
+
 def test_those_asked_for_race_and_the_baseline_does_in_any_case() -> None:
     assert [c.name for c in choose((), ("int8+int8",), 2)] == ["fsdp2", "int8+int8"]
     assert [c.name for c in choose((), ("fsdp2",), 2)] == ["fsdp2"]
@@ -97,8 +111,9 @@ def test_those_asked_for_race_and_the_baseline_does_in_any_case() -> None:
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("auto", "chooses by measurement, which is done for DDP only"),
-        ("lossy:onebit+int8", "chooses by measurement"),
+        ("lossy:powersgd", "cannot be shared out by rows"),
+        ("lossy:", "names no codec"),
+        ("int8+lossy:qsgd", "draws at random"),
         ("placed", "layers are placed under DDP only"),
         ("placed:head+blocks.*+more", "layers are placed under DDP only"),
         ("factors", "the rows of a layer's input are not caught under FSDP2"),
@@ -110,7 +125,6 @@ def test_those_asked_for_race_and_the_baseline_does_in_any_case() -> None:
         ("onebit@gather", "by no other exchange"),
         ("onebitt", "did you mean 'onebit'"),
         ("int8+onebitt", "did you mean 'onebit'"),
-        ("int8+auto", "unknown compressor 'auto'"),
         ("int8+qsgd", "draws at random"),
         ("int8+int8@gather", "names an exchange"),
         ("int8+int8+int8", "a codec each, as int8"),
@@ -162,7 +176,7 @@ def test_options_of_ddp_alone_are_refused(given: dict[str, Any], said: str) -> N
         (["--limit", "50mbit"], "--limit does not go"),
         (["--hierarchy"], "--hierarchy does not go"),
         (["--bucket-cap-mb", "1"], "--bucket-cap-mb does not go"),
-        (["--comm", "auto"], "which is done for DDP only"),
+        (["--comm", "lossy:powersgd"], "cannot be shared out by rows"),
         (["--only", "torch-fp16"], "there is no DDP with --fsdp2"),
         (["--ranks", "1"], "it takes --ranks 2"),
     ],

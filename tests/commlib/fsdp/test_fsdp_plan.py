@@ -42,7 +42,7 @@ def test_the_share_of_dense_is_that_of_a_reduce_scatter() -> None:
 def test_exact_is_plain_and_says_why() -> None:
     plan = planned(Exact())
     assert plan.plain
-    assert "nothing is measured for FSDP2 yet" in str(plan)
+    assert "nothing else is exact for these gradients" in str(plan)
 
 
 def test_replicas_take_routes_of_replicas() -> None:
@@ -73,8 +73,8 @@ def test_replicas_take_routes_of_replicas() -> None:
         ("onebit@gather", ValueError, "by no other exchange"),
         (Route("gather", make("onebit")), ValueError, "by no other exchange"),
         ("auto", None, ""),
-        ({"a.*": "auto"}, TypeError, "not done for FSDP2"),
-        ("lossy:onebit", TypeError, "not done for FSDP2"),
+        ({"a.*": "auto"}, TypeError, "for a whole model"),
+        ("lossy:onebit", TypeError, "no plan before that"),
         ({"c.*": "onebit"}, ValueError, "matches no trained parameter"),
     ],
 )

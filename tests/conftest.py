@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from commlib.bench.launch import processes
 from commlib.cli.main import main
 from commlib.server.worker import embedded
 from tests.support import forked_ranks, tiers
+from tests.support import warm_python as warm_python_of_tests
 from tests.support.exclusive_lock import shares
 from tests.support.leaks import children, listeners, threads
 from tests.support.rank_pool import Fleet, nothing
@@ -105,6 +107,12 @@ def warm_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     if request.node.get_closest_marker("cold") is None:
         monkeypatch.setattr(processes, "start", forked_ranks.start)
         monkeypatch.setattr(embedded, "start", forked_ranks.shard)
+
+
+@pytest.fixture
+def warm_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that a test starts are forked from a Python that has imported PyTorch (tests/support/warm_python.py)."""
+    monkeypatch.setattr(subprocess, "Popen", warm_python_of_tests.WarmPopen)
 
 
 @pytest.fixture(scope="session")

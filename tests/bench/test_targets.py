@@ -64,6 +64,7 @@ def test_ranks_on_emulated_hosts_again_and_again(lab: Callable[..., Lab]) -> Non
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("warm_python")
 def test_under_torchrun_only_rank_0_has_the_result(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB.format(folder=str(Path(__file__).parent), out=str(tmp_path)))

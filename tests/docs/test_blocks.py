@@ -13,7 +13,7 @@ import pytest
 from commlib.bench.lab import unavailable
 from tests.support.docs_reader import PAGES, ROOT, Block, blocks, environment, name_of
 
-pytestmark = pytest.mark.checkout
+pytestmark = [pytest.mark.checkout, pytest.mark.usefixtures("warm_python")]
 
 SECONDS = 300.0
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.docs.treated import COMMANDS, ELSEWHERE, IN_A_LAB, NEEDS, TOLD, cut, recipe, treatment
 
-pytestmark = pytest.mark.checkout
+pytestmark = [pytest.mark.checkout, pytest.mark.usefixtures("warm_python")]
 
 Run = Callable[[str], str]
 

@@ -138,6 +138,7 @@ def test_an_error_before_the_first_figure_is_the_rank_s_own() -> None:
 
 @pytest.mark.full
 @pytest.mark.usefixtures("own")
+@pytest.mark.usefixtures("warm_python")
 def test_under_torchrun_rank_0_prints() -> None:
     script = Path("go.py")
     script.write_text("import typer\nfrom commlib.bench.exchange.command import exchange\ntyper.run(exchange)\n")

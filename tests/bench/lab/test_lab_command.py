@@ -41,6 +41,7 @@ def sh(script: str) -> list[str]:
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("warm_python")
 def test_ranks_meet_over_the_switch_as_under_torchrun() -> None:
     done = lab(
         "--hosts", "2", "--ranks-per-host", "2", "--rate", "200mbit", "--json", "--", sys.executable, "-c", ALL_REDUCE
@@ -56,6 +57,7 @@ def test_ranks_meet_over_the_switch_as_under_torchrun() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("warm_python")
 def test_torchrun_runs_on_the_hosts(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(ALL_REDUCE)

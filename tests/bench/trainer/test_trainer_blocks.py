@@ -10,6 +10,7 @@ import pytest
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("warm_python")
 def test_digits_are_learnt_as_well_as_dense_within_two_points() -> None:
     pytest.importorskip("sklearn")
     comms = ["none", "blocks:keep=0.1,staleness=4", "blocks"]

@@ -107,6 +107,7 @@ def test_json_of_codecs_and_seeds(call: Call) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("warm_python")
 def test_table_of_a_run_that_torchrun_started(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     flags = ["-m", "commlib.bench.trainer", "--steps", "20", "--comm", "none", "--comm", "onebit"]

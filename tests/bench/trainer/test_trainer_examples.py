@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-pytestmark = pytest.mark.checkout
+pytestmark = [pytest.mark.checkout, pytest.mark.usefixtures("warm_python")]
 
 
 def run(name: str, *args: str) -> str:

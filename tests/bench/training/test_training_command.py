@@ -127,6 +127,7 @@ def test_a_hook_of_pytorch_that_deadlocks_over_gloo_stops_nobody(
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("warm_python")
 def test_under_torchrun_rank_0_prints() -> None:
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", *TRAIN[2:]]
     args = ["--quick", "--only", "onebit", "--steps", "1", "--json"]

@@ -100,6 +100,7 @@ def test_no_shard_outlives_a_training_however_that_ends(tmp_path: Path, how: str
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("warm_python")
 def test_under_torchrun_workers_find_each_other_without_a_process_group(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     told = "        os.write(1, b'trained %d.' % server._worker.job.workers)\n        if step == 20"

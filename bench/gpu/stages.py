@@ -40,7 +40,7 @@ class Stage:
     Args:
         name: for ``--stage``.
         about: a heading.
-        limit_s: seconds it may take.
+        limit_s: seconds it may take on a GPU.
         run: (device, seconds) → rows; raises :class:`Skipped`.
     """
 
@@ -51,15 +51,21 @@ class Stage:
 
 
 def kernels(device: str, limit_s: float) -> list[Row]:
-    """Tests that are marked gpu: kernels against the reference, to the last bit, and training over backends."""
-    if device != "cuda":
+    """Tests that are marked gpu: kernels against the reference, to the last bit, and training over backends.
+
+    Without a GPU, the kernels in Triton's interpreter.
+    """
+    if device == "cpu":
         raise Skipped("there is no GPU here; these tests need one")
     if not TESTS.is_dir():
         raise Skipped("the tests are not here: run the kit in a checkout of commlib")
     here = [p for p in TESTS.rglob("test_*.py") if "docs" not in p.parts]  # commands of the docs: this is one of them
     marked = [p for p in here if "mark.gpu" in p.read_text(encoding="utf-8")]
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "--tb=short", "-n", str(min(12, cores()))]
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", *options, *map(str, sorted(marked))]
+    tier = ["-m", "gpu", *map(str, sorted(marked))]
+    if device == "simulated":
+        tier = ["-m", "not gpu", str(TESTS / "compressors" / "kernels" / "gpu")]
+    command = [sys.executable, "-m", "pytest", *options, *tier]
     done = _run(command, limit_s, cwd=TESTS.parent)
     tally = {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|failed|error)", done.stdout)}
     if not tally:
@@ -100,8 +106,11 @@ def ranks(device: str, limit_s: float) -> list[Row]:
 
 
 def sanitizer(device: str, limit_s: float) -> list[Row]:
-    """Steps of two ranks under PyTorch's CUDA sanitizer, which ends a rank whose streams race."""
-    if device != "cuda":
+    """Steps of two ranks under PyTorch's CUDA sanitizer, which ends a rank whose streams race.
+
+    A simulated accelerator is a sanitizer itself, in all steps of ranks.
+    """
+    if device == "cpu":
         raise Skipped("there is no GPU here, whose streams it watches")
     return _ranks(device, 2, FEW, limit_s, {"TORCH_CUDA_SANITIZER": "1"}, steps=2)
 

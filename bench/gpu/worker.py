@@ -27,8 +27,11 @@ from commlib.bench.training.configurations import Configuration
 from commlib.bench.training.models import MODELS
 from commlib.bench.training.trial import short
 from commlib.bench.training.workloads import Training
+from commlib.testing.accelerator import SimulatedAccelerator
+from commlib.transports.process_group import stream_ordered
 
 _WARM_UP = 6  # steps: DDP rebuilds its buckets, and kernels are compiled
+_FEW = 3  # where nothing is compiled
 _PATIENCE = datetime.timedelta(seconds=60)
 
 
@@ -39,7 +42,7 @@ class RanksJob:
     Args:
         model: a name of MODELS.
         contenders: DDP first.
-        device: ``cuda``, over NCCL, or ``cpu``, over Gloo.
+        device: ``cuda``, over NCCL; ``cpu``, over Gloo; or ``simulated``, by NCCL's rules on a simulated accelerator.
         steps: timed ones of each.
     """
 
@@ -83,21 +86,38 @@ def main(job: RanksJob) -> list[Row]:
 
 def _train(contender: Configuration, job: RanksJob, device: torch.device) -> dict[str, Any]:
     gc.collect()  # a model that was attached to is part of a cycle: the one before shall not count here
+    if job.device == "simulated":
+        with stream_ordered.device() as (gpu, group):
+            found, course = _over(group, contender, job, device, gpu)
+            gpu.wait(device)
+    else:
+        found, course = _over(dist.new_group(timeout=_PATIENCE), contender, job, device, None)
+    digests = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, _digest(course.module))
+    return {**found, "replicas": "equal" if len(set(digests)) == 1 else "differ", "weights": digests[0]}
+
+
+def _over(
+    group: Any, contender: Configuration, job: RanksJob, device: torch.device, gpu: SimulatedAccelerator | None
+) -> tuple[dict[str, Any], Training]:
     course = Training(job.model, MODELS[job.model].batch, device)
-    group = dist.new_group(timeout=_PATIENCE)
     model, comm = contender.wrap(course, group, _PATIENCE.total_seconds())
     try:
-        return _measured(course, model, job.steps, device)
+        return _measured(course, model, job.steps, device, gpu), course
     finally:
         if comm is not None:
             comm.close()
         dist.destroy_process_group(group)
 
 
-def _measured(course: Training, model: nn.Module, steps: int, device: torch.device) -> dict[str, Any]:
+def _measured(
+    course: Training, model: nn.Module, steps: int, device: torch.device, gpu: SimulatedAccelerator | None
+) -> dict[str, Any]:
     cuda = device.type == "cuda"
-    for _ in range(_WARM_UP):
+    for _ in range(_WARM_UP if gpu is None else _FEW):
         course.step(model)
+    if gpu is not None:
+        gpu.waits.clear()
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -109,12 +129,8 @@ def _measured(course: Training, model: nn.Module, steps: int, device: torch.devi
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
     peak = torch.cuda.max_memory_allocated() / 2**20 if cuda else None
-    waits = _host_waits(course, model) if cuda else None
-    digests = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, _digest(course.module))
-    equal = "equal" if len(set(digests)) == 1 else "differ"
-    found = {"step_ms": statistics.median(seconds) * 1e3, "host_waits": waits, "peak_mib": peak}
-    return {**found, "replicas": equal, "weights": digests[0]}
+    waits = _host_waits(course, model) if cuda else None if gpu is None else len(gpu.waits) / steps
+    return {"step_ms": statistics.median(seconds) * 1e3, "host_waits": waits, "peak_mib": peak}
 
 
 def _host_waits(course: Training, model: nn.Module, steps: int = 3) -> float:

@@ -81,7 +81,7 @@ def train(
         bool,
         typer.Option(
             "--fsdp2",
-            help="Beside plain FSDP2; --comm is then GRADIENTS or GRADIENTS+PARAMETERS, codecs, "
+            help="Beside plain FSDP2; --comm is then GRADIENTS or GRADIENTS+PARAMETERS, codecs or lossy:CODEC+CODEC, "
             f"instead of {', '.join(fsdp.COMMLIB)}.",
         ),
     ] = False,

@@ -136,7 +136,7 @@ def _train(
         end.call = comm.close
     if isinstance(comm, HookState):
         sheet.levels = levels_of(comm.plan) if contender.hierarchy else None
-    if comm is not None:
+    if comm is not None and contender.managed:
         for _ in range(_SETTLING):
             if comm.settled:
                 break

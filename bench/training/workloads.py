@@ -164,13 +164,17 @@ class Training:
 
 
 def _load(module: nn.Module, values: dict[str, Any]) -> None:
-    """Set parameters and buffers, of a sharded module its shards."""
+    """Set parameters and buffers, of a sharded module this rank's rows."""
     if not is_sharded(module):
         module.load_state_dict(values)
         return
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    set_model_state_dict(module, values, options=StateDictOptions(full_state_dict=True))
+    for name, value in (*module.named_parameters(), *module.named_buffers()):
+        own: Any = value.detach()
+        if hasattr(value, "to_local"):  # over all ranks
+            parts, rank = torch.chunk(values[name], dist.get_world_size()), dist.get_rank()
+            own.to_local().copy_(parts[rank] if rank < len(parts) else values[name][:0])
+        else:
+            own.copy_(values[name])
 
 
 class Replaying:

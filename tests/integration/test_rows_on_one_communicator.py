@@ -18,10 +18,10 @@ from commlib.exchange.factors.rounds import FactorRounds
 from commlib.exchange.registry import BY_ROWS
 from commlib.groups.world import World
 from commlib.testing.accelerator import StreamRace
+from commlib.transports.process_group.stream_ordered import CollectivesDiffer, device
 from tests.support.rank_pool import Fleet
-from tests.support.stream_ordered_group import CollectivesDiffer, device, step
 from tests.support.tiers import full
-from tests.support.tiny_ddp import same_everywhere
+from tests.support.tiny_ddp import same_everywhere, step
 
 STEPS = 6
 ROWS = 6
@@ -212,7 +212,7 @@ def measured(world: World) -> dict[str, Any]:
         hooked = bool(ddp._comm_hooks)
         steps = 0
         while steps < 8 or (steps < 200 and not comm.settled):
-            step(ddp, gpu, torch.randn(2, 1500, generator=torch.Generator().manual_seed(10 * steps + world.rank)))
+            step(ddp, torch.randn(2, 1500, generator=torch.Generator().manual_seed(10 * steps + world.rank)))
             steps += 1
         gpu.wait(torch.device("cpu"))
         grads = [p.grad.clone() for p in ddp.parameters() if p.grad is not None]

@@ -21,10 +21,10 @@ from commlib.groups.world import World
 from commlib.runtime.streams import Readback
 from commlib.testing.accelerator import SimulatedAccelerator, SimulatedStream, StreamRace
 from commlib.transports.process_group import algorithms
+from commlib.transports.process_group.stream_ordered import NAME, CollectivesDiffer, OrderedWork, device
 from tests.support.rank_pool import Fleet
-from tests.support.stream_ordered_group import NAME, CollectivesDiffer, OrderedWork, device, step
 from tests.support.tiers import full
-from tests.support.tiny_ddp import same_everywhere, torchrun
+from tests.support.tiny_ddp import same_everywhere, step, torchrun
 
 STEPS = 6
 WARM = 3  # steps: DDP has rebuilt its buckets, and what is made once is made
@@ -50,7 +50,7 @@ def trained(world: World, spec: str, local: int = 0, backend: str = NAME) -> dic
         for i in range(STEPS):
             x = torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * i + world.rank))
             gpu.waits.clear()
-            step(ddp, gpu, x)
+            step(ddp, x)
             waits += gpu.waits if i >= WARM else []
         gpu.wait(torch.device("cpu"))
         stats, hooked = comm.stats(), bool(ddp._comm_hooks)
@@ -141,9 +141,9 @@ def _routes_change(ddp: DistributedDataParallel, comm: commlib.HookState, gpu: S
     for spec in ("int8", "powersgd:rank=2", "none", "onebit@scatter_gather"):
         comm.swap(spec)
         for i in range(2):
-            step(ddp, gpu, _batch(i))
+            step(ddp, _batch(i))
     comm.detach()
-    step(ddp, gpu, _batch(9))
+    step(ddp, _batch(9))
 
 
 def _a_step_is_not_finite(ddp: DistributedDataParallel, comm: commlib.HookState, gpu: SimulatedAccelerator) -> None:
@@ -153,7 +153,7 @@ def _a_step_is_not_finite(ddp: DistributedDataParallel, comm: commlib.HookState,
     ddp.zero_grad()
     ddp(x).square().mean().backward()
     ddp.zero_grad()
-    step(ddp, gpu, _batch(1))
+    step(ddp, _batch(1))
     assert comm.stats().skipped == before + 1
 
 
@@ -169,9 +169,9 @@ def _a_state_is_saved_and_loaded(
     ddp: DistributedDataParallel, comm: commlib.HookState, gpu: SimulatedAccelerator
 ) -> None:
     state = comm.state_dict()
-    step(ddp, gpu, _batch(1))
+    step(ddp, _batch(1))
     comm.load_state_dict(state)
-    step(ddp, gpu, _batch(2))
+    step(ddp, _batch(2))
 
 
 def _batch(i: int) -> Tensor:
@@ -193,7 +193,7 @@ def happened(world: World, story: str) -> bool:
         )
         comm = commlib.attach(ddp, "onebit")
         for i in range(2):
-            step(ddp, gpu, _batch(i))
+            step(ddp, _batch(i))
         STORIES[story](ddp, comm, gpu)
         gpu.wait(torch.device("cpu"))
         values = [p.detach().clone() for p in ddp.parameters()]

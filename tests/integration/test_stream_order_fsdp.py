@@ -19,8 +19,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_g
 import commlib
 from commlib.groups.world import World
 from commlib.testing.accelerator import SimulatedAccelerator, SimulatedStream
+from commlib.transports.process_group.stream_ordered import NAME, OrderedWork, device
 from tests.support.rank_pool import Fleet
-from tests.support.stream_ordered_group import NAME, OrderedWork, device
 from tests.support.tiers import full
 from tests.support.tiny_fsdp import Network, batch
 

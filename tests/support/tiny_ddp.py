@@ -362,3 +362,13 @@ class Meeting:
 
     def wait(self) -> None:
         assert not self.outs, "a rank is missing"
+
+
+def step(ddp: DistributedDataParallel, x: Tensor) -> None:
+    """A step of plain SGD, without an optimizer."""
+    ddp.zero_grad()
+    ddp(x).square().mean().backward()
+    with torch.no_grad():
+        for p in ddp.parameters():
+            assert p.grad is not None
+            p.sub_(p.grad, alpha=0.05)

@@ -27,7 +27,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--stage", "link"], "did you mean 'links'"),
         (["--device", "gpu"], "unknown device 'gpu'"),
-        (["--device", "cuda"], "PyTorch sees no GPU here; use --device cpu"),
+        (["--device", "cuda"], "PyTorch sees no GPU here; use --device simulated"),
         (["--seconds", "1"], "greater than or equal to 10"),
     ],
 )
@@ -40,7 +40,8 @@ def test_a_slip_is_named(call: Call, args: list[str], said: str) -> None:
 
 @pytest.mark.usefixtures("no_gpu")
 def test_without_a_gpu_what_needs_one_is_left_out_with_its_reason(call: Call, tmp_path: Path) -> None:
-    code, out, _ = call("bench", "gpu", "--stage", "kernels", "--stage", "sanitizer", "--save", str(tmp_path))
+    some = ["--stage", "kernels", "--stage", "sanitizer"]
+    code, out, _ = call("bench", "gpu", "--device", "cpu", *some, "--save", str(tmp_path))
     assert code == 0
     assert "left out: there is no GPU here; these tests need one" in out
     assert "left out: there is no GPU here, whose streams it watches" in out
@@ -88,7 +89,7 @@ def test_what_is_wrong_makes_the_kit_fail_and_what_is_slow_does_not(
         return [row]
 
     monkeypatch.setattr(command, "STAGES", [Stage("some", "rows on a GPU", 30, stage)])
-    code, _, err = call("bench", "gpu", "--save", str(tmp_path))
+    code, _, err = call("bench", "gpu", "--device", "cpu", "--save", str(tmp_path))
     assert code == (0 if sound else 1)
     assert ("not as it should be: some" in err) != sound
     assert "## Rows on a GPU\n" in (tmp_path / "cpu.md").read_text()
@@ -100,7 +101,7 @@ def test_a_stage_that_fails_is_said_and_the_next_one_runs(
 ) -> None:
     made = [Stage(f.__name__, f.__name__, 30, f) for f in (fails, hangs, absent, fine)]
     monkeypatch.setattr(command, "STAGES", made)
-    code, out, _ = call("bench", "gpu", "--save", str(tmp_path))
+    code, out, _ = call("bench", "gpu", "--device", "cpu", "--save", str(tmp_path))
     assert code == 1
     assert "fails: failed: RuntimeError: no such kernel" in out
     assert "hangs: failed: not done in 30 s" in out
@@ -131,7 +132,8 @@ def test_a_codecs_share_of_a_copy_is_of_the_bytes_it_cannot_do_without(monkeypat
 @pytest.mark.full
 @pytest.mark.usefixtures("no_gpu")
 def test_ranks_and_codecs_run_on_the_cpu(call: Call, tmp_path: Path) -> None:
-    code, out, _ = call("bench", "gpu", "--stage", "codecs", "--stage", "ranks", "--save", str(tmp_path))
+    some = ["--stage", "codecs", "--stage", "ranks"]
+    code, out, _ = call("bench", "gpu", "--device", "cpu", *some, "--save", str(tmp_path))
     assert code == 0, out
     rows = [json.loads(line) for path in tmp_path.glob("*.jsonl") for line in path.read_text().splitlines()]
     ranks = {row["route"]: row for row in rows if row["run"]["stage"] == "ranks"}
@@ -139,6 +141,20 @@ def test_ranks_and_codecs_run_on_the_cpu(call: Call, tmp_path: Path) -> None:
     assert all(row["replicas"] == "equal" for row in ranks.values())
     assert ranks["none"]["weights"] == "as DDP's"
     assert {row["codec"] for row in rows if row["run"]["stage"] == "codecs"} == set(stages.CODECS)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("no_gpu")
+def test_without_a_gpu_ranks_run_by_nccls_rules_where_no_step_waits_and_no_use_is_out_of_order(
+    call: Call, tmp_path: Path
+) -> None:
+    code, out, _ = call("bench", "gpu", "--stage", "ranks", "--save", str(tmp_path))
+    assert code == 0, out
+    rows = [json.loads(line) for path in tmp_path.glob("*.jsonl") for line in path.read_text().splitlines()]
+    assert {"ddp", "none", "factors", "int8", "onebit"} <= {row["route"] for row in rows}
+    for row in rows:
+        assert (row["status"], row["replicas"], row["host_waits"]) == ("ok", "equal", 0), row
+    assert [row["weights"] for row in rows if row["route"] == "none"] == ["as DDP's"]
 
 
 def test_every_stage_says_in_a_line_what_it_is() -> None:

@@ -20,8 +20,8 @@ from commlib.bench.lab import Lab
 from commlib.bench.launch.child import tell
 from commlib.bench.launch.processes import run_ranks
 from commlib.groups.world import World
-from tests.support.stream_ordered_group import NAME, device, step
-from tests.support.tiny_ddp import same_everywhere
+from commlib.transports.process_group.stream_ordered import NAME, device
+from tests.support.tiny_ddp import same_everywhere, step
 
 pytestmark = pytest.mark.alone
 
@@ -103,7 +103,7 @@ def train_until_settled(backend: str) -> dict[str, Any]:
                 plain.load_state_dict(ddp.state_dict())
                 going.fill_(float(not comm.settled))
                 dist.broadcast(going, 0)
-            step(ddp, gpu, x)
+            step(ddp, x)
             if not going:
                 break
         gpu.wait(torch.device("cpu"))

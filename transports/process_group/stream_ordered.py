@@ -1,6 +1,7 @@
 """Process group with NCCL's rules, over Gloo, for tensors of a simulated accelerator.
 
-    dist.init_process_group("stream_ordered")   # once tests.support.stream_ordered_group.register() was called
+    with device() as (gpu, group):  # gpu: a SimulatedAccelerator
+        ddp = DistributedDataParallel(model, process_group=group)
 
 A collective runs on a stream of the group's own, behind the stream that issued it. Its ``wait()`` orders the current
 stream behind it, and holds no thread up: so a result that is used before is a race. Before each collective the ranks
@@ -24,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.nn.parallel import DistributedDataParallel
 
 from commlib.errors import CommlibError
 from commlib.runtime.autograd import at_end_of_backward
@@ -224,12 +224,3 @@ def device(backend: str = NAME) -> Iterator[tuple[SimulatedAccelerator, Any]]:
     group = dist.new_group(backend=backend)
     with mock.patch.dict(os.environ, {"COMMLIB_KERNELS": "reference"}), SimulatedAccelerator() as gpu:
         yield gpu, group
-
-
-def step(ddp: DistributedDataParallel, gpu: SimulatedAccelerator, x: Tensor) -> None:
-    ddp.zero_grad()
-    ddp(x).square().mean().backward()
-    with torch.no_grad():
-        for p in ddp.parameters():
-            assert p.grad is not None
-            p.sub_(p.grad, alpha=0.05)

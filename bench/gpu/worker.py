@@ -103,7 +103,10 @@ def _over(
     course = Training(job.model, MODELS[job.model].batch, device)
     model, comm = contender.wrap(course, group, _PATIENCE.total_seconds())
     try:
-        return _measured(course, model, job.steps, device, gpu), course
+        found = _measured(course, model, job.steps, device, gpu)
+        with torch._C._DisableTorchDispatch():  # no work of a simulated device
+            dist.barrier()  # nobody takes the group down while another rank is in its last step
+        return found, course
     finally:
         if comm is not None:
             comm.close()

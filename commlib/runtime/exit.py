@@ -3,21 +3,26 @@
 A thread that wants the interpreter's lock once the interpreter is being taken down is ended by Python in the middle of
 C++ code, which takes the process with it: ``terminate called without an active exception``, exit code −6, and whoever
 started it calls the training failed. Our own threads are joined here. A backend's cannot be: Gloo's let go of a
-collective's last references, some of which are Python's, moments after its result is there. They get a while for it.
+collective's last references, some of which are Python's, moments after its result is there. They get a while for it,
+and on a busy machine, where one of them waits for a core, a longer one.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import logging
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
-_WHILE_S = 0.1  # they need some microseconds; a busy machine may give them their turn later
+_WHILE_S = 0.1  # they need some microseconds
+_AT_MOST_S = 2.0  # as long as one of them still waits for a core
 _log = logging.getLogger("commlib")
 _open: dict[int, Callable[[], object]] = {}
 
@@ -68,4 +73,17 @@ def _end() -> None:
             close()
         except Exception:
             _log.warning("something was not closed at the end of the process", exc_info=True)
+    until = time.monotonic() + _AT_MOST_S
     time.sleep(_WHILE_S)
+    while _others_want_a_core() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def _others_want_a_core() -> bool:
+    """Whether any thread of this process but this one runs or would; where the kernel does not tell, none does."""
+    mine = str(threading.get_native_id())
+    for task in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if task.name != mine and (task / "stat").read_text().rpartition(")")[2].split()[0] == "R":
+                return True
+    return False

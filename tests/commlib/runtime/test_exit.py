@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import hashlib
 import logging
+import threading
+import time
 
 import pytest
 
@@ -53,6 +56,30 @@ def test_what_is_alive_at_the_end_is_closed_newest_first_whatever_goes_wrong(
     owners.clear()
     gc.collect()
     assert len(said) == 3
+
+
+def test_a_thread_that_has_not_had_its_turn_yet_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = threading.Thread(target=hashlib.pbkdf2_hmac, args=("sha256", b"", b"", 3_000_000))  # needs no interpreter
+    work.start()
+    seen = []
+    while work.is_alive():
+        seen.append(end._others_want_a_core())
+        time.sleep(0.001)
+    assert any(seen)
+    until = time.monotonic() + 60
+    while end._others_want_a_core():
+        assert time.monotonic() < until
+
+
+def test_the_end_waits_for_it_and_not_for_ever(said: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [True, True, False]
+    monkeypatch.setattr(end, "_others_want_a_core", lambda: answers.pop(0))
+    monkeypatch.setattr(end, "_AT_MOST_S", 60.0)
+    end._end()
+    assert answers == []
+    monkeypatch.setattr(end, "_others_want_a_core", lambda: True)
+    monkeypatch.setattr(end, "_AT_MOST_S", 0.05)
+    end._end()
 
 
 def test_a_process_fails_once_nobody_has_caught_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

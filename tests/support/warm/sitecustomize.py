@@ -15,13 +15,17 @@ _FLAGS = ("-u", "-B", "-P", "-E", "-s")
 
 
 def _program(words: list[str]) -> list[str] | None:
-    """``-c CODE …``, ``-m MODULE …`` or ``SCRIPT …``; None if it is none that can be handed over."""
+    """``-c CODE …``, ``-m MODULE …`` or ``SCRIPT …``; None if it is none that can be handed over.
+
+    pytest is none: it wants to import the tests by itself.
+    """
     rest = words[1:]
     while rest and rest[0] in _FLAGS:
         rest = rest[1:]
     if not rest or (rest[0].startswith("-") and rest[0] not in ("-c", "-m")):
         return None
-    return None if rest[0] == "-c" and rest[1].startswith("from multiprocessing") else rest
+    own = (rest[0] == "-c" and rest[1].startswith("from multiprocessing")) or rest[:2] == ["-m", "pytest"]
+    return None if own else rest
 
 
 def _hand_over(place: str, program: list[str]) -> None:

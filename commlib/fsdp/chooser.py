@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from commlib.codecs.base import Compressor
-from commlib.errors import CommlibError
 from commlib.fsdp.param_groups import ParamGroup
 from commlib.fsdp.plan import Choice
 from commlib.fsdp.trials import CodecTrials, Turn, UnitTimes
@@ -73,8 +72,10 @@ class CodecChooser:
         Raises:
             PeerLost: a rank did not come to the review.
         """
-        self._noted.append((moment(self._device), self._step))
-        self._step = {}
+        noted, self._step = self._step, {}
+        if self._now.phase == "failed":  # for good: nothing is to be kept
+            return False
+        self._noted.append((moment(self._device), noted))
         self._left -= 1
         if self._left > 0:
             return False
@@ -165,8 +166,6 @@ class CodecChooser:
             return _FAILED.to_wire()
         try:
             turn = self._trials.review(UnitTimes.of_all([UnitTimes(**post) for post in posts]))
-        except CommlibError:
-            raise
         except Exception:  # the others wait for an answer, and to go as it is is always one
             log.exception("the choice of codecs failed; from here on all goes as it is")
             turn = _FAILED

@@ -39,7 +39,7 @@ class GradientReduceScatter(_Memory):
         with self._traffic.timed(self._unit):
             if self._between:
                 self._traffic.own(self._unit, "gradients", own)
-            elif self._traffic.plain(self._unit):
+            elif self._traffic.plain(self._unit, op):
                 self._traffic.own(self._unit, "gradients", own)
                 self._traffic.reduced(self._unit, input_tensor, output_tensor)
             else:

@@ -134,10 +134,14 @@ class FsdpCommunicator:
         """Payload bytes of gradients that this rank sent."""
         return sum(meter.sent() for meter in self.meters.values())
 
-    def plain(self, unit: ParamGroup) -> bool:
-        """Whether all of a unit's gradients go as they are in this step, and nothing is held back of them."""
+    def plain(self, unit: ParamGroup, op: Any = None) -> bool:
+        """Whether all of a unit's gradients go as they are in this step, and nothing is held back of them.
+
+        So do those of a codec that nobody has named where it would not be exact, or ``op`` is no mean or sum.
+        """
         self._begin()
-        if unit.summed and unit.name in self._halves:  # in float32, with more bits than its codec has
+        # What several passes have summed is in float32, and has more bits than the codec.
+        if unit.name in self._halves and (unit.summed or _kind(op) not in (None, _MEAN, _SUM)):
             return True
         return self._reducer.plain(unit.present)
 

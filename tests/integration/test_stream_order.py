@@ -66,12 +66,7 @@ def over_gloo(world: World, spec: str, local: int = 0) -> list[Tensor]:
         comm = commlib.attach(ddp, spec, hierarchy=bool(local) or None)
         for i in range(STEPS):
             x = torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * i + world.rank))
-            ddp.zero_grad()
-            ddp(x).square().mean().backward()
-            with torch.no_grad():
-                for p in ddp.parameters():
-                    assert p.grad is not None
-                    p.sub_(p.grad, alpha=0.05)
+            step(ddp, x)
         comm.close()
     return [p.detach().clone() for p in ddp.parameters()]
 

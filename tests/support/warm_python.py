@@ -148,7 +148,9 @@ def _become(client: socket.socket) -> dict[str, Any]:
         signal.signal(each, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     random.seed()
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115  # multiprocessing has put another one there
+    sys.stdin = io.TextIOWrapper(
+        io.BufferedReader(io.FileIO(0, closefd=False))
+    )  # multiprocessing has put another there
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(about["cores"]))))
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, io.TextIOWrapper)

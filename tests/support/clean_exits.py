@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlib
 from commlib.planning.manager import manager
-from tests.support import script_ranks, stopped_ranks
+from tests.support import script_ranks, stopped_ranks, warm_codecs  # noqa: F401  # what it imports costs each rank
 from tests.support.tiny_ddp import Head
 
 RANKS = 2

@@ -32,8 +32,10 @@ _PRELOAD = (
     *("torch", "torch._dynamo", "commlib", "commlib.bench.trainer.worker", "pytest", "hypothesis"),
     *("commlib.cli.main", "commlib.cli.server"),
     *sorted(set(commlib._HOME.values())),
+    "tests.support.warm_codecs",
 )
-"""A first optimizer imports the second; test modules, in which jobs are found, pytest and hypothesis."""
+"""A first optimizer imports the second; test modules, in which jobs are found, pytest and hypothesis; the last is ours,
+and where the server does not find it, processes are only slower."""
 
 
 def context() -> Any:

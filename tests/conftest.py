@@ -78,7 +78,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     yield
     workers = getattr(config, "workerinput", {}).get("workercount", 1)
     alone = [item.path if item.get_closest_marker("alone") is not None else None for item in items]
-    items[:] = shares(items, alone, workers)
+    limits = [item.get_closest_marker("timeout") for item in items]
+    # one with a limit of its own takes minutes
+    items[:] = shares(items, alone, [limit is not None for limit in limits], workers)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device: torch.cuda.is_available() is False")

@@ -35,7 +35,7 @@ def _histories(world: World, kind: str, seeds: range) -> list[str]:
     ("kind", "seeds"),
     [
         *(("collectives", range(60)), ("training", range(20)), ("training", range(20, 40))),
-        *full(("server", range(20)), ("restarts", range(20)), ("training", range(40, 200))),
+        *full(("server", range(10)), ("restarts", range(10)), ("training", range(40, 120))),
     ],
 )
 def test_they_end_right_or_by_a_named_error_in_time(fleet: Fleet, kind: str, seeds: range) -> None:

@@ -80,16 +80,19 @@ def test_one_that_dies_leaves_no_lock_behind(room: Path) -> None:
     other.leave()
 
 
-@given(st.lists(st.one_of(st.none(), st.integers(0, 5)), max_size=60), st.integers(1, 4))
-def test_in_every_share_those_that_are_alone_come_first_and_modules_stay_together(
-    alone: list[int | None], workers: int
+@given(st.lists(st.tuples(st.one_of(st.none(), st.integers(0, 5)), st.booleans()), max_size=60), st.integers(1, 4))
+def test_in_every_share_those_that_are_alone_come_first_then_long_ones_and_modules_stay_together(
+    tests: list[tuple[int | None, bool]], workers: int
 ) -> None:
-    order = exclusive_lock.shares(list(range(len(alone))), alone, workers)
+    alone, long = [m for m, _ in tests], [is_long for _, is_long in tests]
+    order = exclusive_lock.shares(list(range(len(alone))), alone, long, workers)
     assert sorted(order) == list(range(len(alone)))
-    rest, homes, fits = [alone[t] for t in order], dict[int | None, int](), True
+    rest, homes, fits = order, dict[int | None, int](), True
     for i in range(workers):  # as xdist hands them out
         share, rest = rest[: len(rest) // (workers - i)], rest[len(rest) // (workers - i) :]
-        apart = [m for m in share if m is not None]
-        fits = fits and (len(apart) < len(share) or not share)  # otherwise they may reach into the next share
-        assert not fits or share[: len(apart)] == apart
+        apart = [alone[t] for t in share if alone[t] is not None]
+        first = [alone[t] is not None or long[t] for t in share]
+        fits = fits and (sum(first) < len(share) or not share)  # otherwise they may reach into the next share
+        assert not fits or [alone[t] for t in share[: len(apart)]] == apart
         assert not fits or all(homes.setdefault(m, i) == i for m in apart)
+        assert not fits or first == sorted(first, reverse=True)

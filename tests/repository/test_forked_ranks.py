@@ -11,6 +11,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from commlib.bench.launch.processes import RankFailed, run_ranks
 from tests.support import forked_ranks
@@ -24,6 +25,7 @@ def says() -> tuple[dict[str, str], int, str, int]:
     dist.init_process_group("gloo")
     x = torch.ones(1)
     dist.all_reduce(x)
+    nn.functional.linear(torch.ones(2000, 300), torch.ones(400, 300))  # by as many threads as it may have
     names = ("RANK", "OMP_NUM_THREADS", "MINE", "PYTEST_CURRENT_TEST")
     return {n: os.environ.get(n, "") for n in names}, torch.get_num_threads(), sys.argv[0], os.getsid(0) - os.getpid()
 

@@ -1,7 +1,8 @@
 """Codecs, each used once when this is imported, so that processes forked afterwards need not load or compile its loops.
 
-Numba and the loops of a codec cost a process about a second of a core. Which kernels run is asked at each call
-(``COMMLIB_KERNELS``), so a process forked with other ones gets those. No thread of ours starts here.
+Numba and the loops of a codec cost a process about a second of a core. Which kernels run, and which codecs are
+installed, is asked anew in each process. It is done on one thread: OpenMP's other threads would not be there after a
+fork, and whoever computes with several would wait for them for ever.
 """
 
 from __future__ import annotations
@@ -11,4 +12,8 @@ import torch
 import commlib
 from commlib.codecs import registry
 
+_threads = torch.get_num_threads()
+torch.set_num_threads(1)
 registry.warm([commlib.make(name) for name in registry.compressors()], torch.device("cpu"))
+registry.compressors.cache_clear()
+torch.set_num_threads(_threads)

@@ -154,11 +154,11 @@ SOME = [p for p in PAIRS if p.codec in ("none", "onebit", "topk", "powersgd")]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pair", [*SOME, *full(*(p for p in PAIRS if p not in SOME))], ids=str)
 def test_a_later_step_makes_none(pair: Pair, dtype: torch.dtype) -> None:
-    sizes = made(str(pair), dtype, 4)
+    sizes = made(str(pair), dtype, 3)
     if pair.codec == "blocks":  # torch.sort makes a number for each of those that it sorts
         assert max(sizes) <= 8 * BLOCKS
     elif pair.codec in NOW_AND_THEN:  # they make some, and no more from step to step
-        assert sum(sizes) == sum(made(str(pair), dtype, 5)) > 0
+        assert sum(sizes) == sum(made(str(pair), dtype, 2)) > 0
     else:
         assert sizes == []
 

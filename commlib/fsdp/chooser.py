@@ -97,8 +97,8 @@ class CodecChooser:
     def plan(self) -> Plan:
         """The plan as decided."""
         turn, choice = self._now, self.choice
-        layers, exact = {}, choice.exact[0]
-        for unit in self._units:
+        layers, exact = dict(choice.plain.layers), choice.exact[0]
+        for unit in self._units if choice.gradients else ():  # else they go as they were named
             codec = turn.routes.get(unit.name, "")
             for name in unit.specs:
                 p = choice.gradients[codec].layers[name] if codec else choice.plain.layers[name]

@@ -176,7 +176,8 @@ class Choice:
 
     Attributes:
         policy: in words.
-        plain: the plan in which every layer goes as it is.
+        plain: the plan with which others are compared: every layer goes as it is, or as it was named if only codecs of
+            parameters are chosen.
         gradients: codec → the plan in which every layer goes by it that can.
         values: codec → parameter → that codec, where it can carry its values.
         kept: values that go by a codec whatever is chosen.

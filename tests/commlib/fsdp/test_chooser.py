@@ -132,6 +132,15 @@ def test_parameters_come_by_the_codec_that_is_chosen_for_them(fleet: Fleet) -> N
         assert "parameters by bf16" in other["plan"]
 
 
+def test_gradients_whose_codec_is_named_go_by_it_whatever_is_chosen_for_parameters(fleet: Fleet) -> None:
+    script, options = [("", ""), ("", "bf16")], {"parameters": commlib.Lossy("bf16")}
+    for found in fleet.run(2, trained, "int8:ef=off", 6, script, options):
+        assert found["coded"] == {"bf16:ef=off"}
+        assert "int8:ef=off@reduce_scatter" in found["plan"]
+        assert "measured" not in found["plan"]  # that codec was not
+        assert found["equal"]
+
+
 def in_halves(world: World, rule: Any, script: Sequence[tuple[str, str]], passes: int) -> Any:
     """Steps in bf16 that are summed in float32, over ranks and over so many backward passes."""
     with told(*script):

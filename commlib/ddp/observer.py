@@ -12,18 +12,17 @@ the pass, and there another: which comes behind DDP's own, at whose end everythi
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commlib.ddp.compat import check_ddp
-from commlib.exchange.collectives import AllReduce
 from commlib.groups.process_groups import waits_on_stream
 from commlib.groups.world import World
 from commlib.runtime.autograd import ReadyHook, at_end_of_backward, before_forward, untraced
@@ -42,7 +41,7 @@ ROW = "buckets"
 def visible(ddp: DistributedDataParallel) -> bool:
     """Whether this model's exchanges can be seen without a hook, and are of its gradients as they are.
 
-    On a GPU over NCCL only: Gloo takes a bucket there through the host, and the fence would come before it.
+    On a GPU over NCCL only: Gloo takes a bucket there through the host, and this thread would wait for streams, too.
     """
     unlike: tuple[Any, ...] = (
         ddp.find_unused_parameters,
@@ -64,15 +63,47 @@ def reduced_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
     return {name: p for name, p in trained_parameters(ddp.module).items() if id(p) not in ignored}
 
 
-@dataclasses.dataclass(frozen=True)
-class Fence(AllReduce):
-    """All-reduce whose value is nobody's gradient, and is not counted."""
+class ReducedGroup(dist.ProcessGroup):
+    """Process group that a DDP model's reducer has in place of its own: it hands on, and keeps the works under way.
 
-    what: ClassVar = "fence"
+    What travels is the same, to the last bit. But DDP waits for a work in C++, where nobody can say whose fault it is
+    that it fails; whoever has the work can wait for it first.
 
-    def wire_bytes(self, world: int) -> float:
-        """Same contract as :meth:`AllReduce.wire_bytes`."""
-        return 0.0
+    Args:
+        group: the model's own.
+        begins: called before the first bucket of an exchange is issued.
+    """
+
+    def __init__(self, group: Any, begins: Callable[[], None]) -> None:
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # as its stubs do not have it
+        self._group, self._begins, self._works = group, begins, list[Any]()
+        own = weakref.ref(self)
+        # What C++ calls in the backward pass, of a compiled step too, and what is not to be compiled there.
+        vars(self).update(
+            allreduce=functools.partial(untraced(_all_reduce), own),
+            broadcast=functools.partial(untraced(_broadcast), own),
+        )
+
+    def getBackendName(self) -> str:
+        """Name of its backend, as the reducer asks for it."""
+        name: str = self._group.name()
+        return name
+
+    def all_reduce(self, tensors: Any, opts: Any) -> Any:
+        """All-reduce of a bucket; returns its work."""
+        self._begins()
+        work = self._group.allreduce(tensors, opts)
+        self._works.append(work)
+        return work
+
+    def broadcast_indices(self, tensors: Any, opts: Any) -> Any:
+        """Broadcast of which parameters are in which bucket; returns its work."""
+        return self._group.broadcast(tensors, opts)
+
+    def issued(self) -> list[Any]:
+        """Works of all-reduces since this was asked last."""
+        works, self._works = self._works, []
+        return works
 
 
 class PassiveObserver:
@@ -82,8 +113,9 @@ class PassiveObserver:
         ddp: a :func:`visible` model, without a hook.
         meters: of the parameters, by name.
         world: this rank.
-        fence: called at the end of the backward pass, when DDP has issued all its collectives, but waits for none yet;
-            with the meter of all parameters.
+        begins: called before DDP issues anything of an exchange; over NCCL at the end of the backward pass.
+        issued: called at the end of the backward pass, when DDP has issued all its collectives, but waits for none yet;
+            with their works, none over NCCL, and the meter of all parameters.
         exchanged: called when it has, with when the backward pass ended, and the buckets if they are watched.
         check: called when a forward pass begins; it raises what speaks against an exchange.
         hook: to be registered, and its state before it.
@@ -97,13 +129,15 @@ class PassiveObserver:
         ddp: DistributedDataParallel,
         meters: Mapping[str, Meter],
         world: World,
-        fence: Callable[[Meter], None],
+        begins: Callable[[], None],
+        issued: Callable[[list[Any], Meter], None],
         exchanged: Callable[[Moment, Buckets], None],
         check: Callable[[], None],
         hook: tuple[object, Callable[..., Any]],
     ) -> None:
         self._ddp, self._world = weakref.ref(ddp), world
-        self._fence, self._tell, self._check, self._hook = fence, exchanged, check, hook
+        self._begins, self._issued, self._tell = begins, issued, exchanged
+        self._check, self._hook = check, hook
         self._parameters = reduced_parameters(ddp)
         self._nbytes = sum(p.nbytes for p in self._parameters.values())
         parts = [(meters[name], p.numel()) for name, p in self._parameters.items()]
@@ -112,9 +146,14 @@ class PassiveObserver:
         self._ready: dict[str, Moment] = {}
         self._device = parts[0][0].device
         self._watches: list[Any] = []
-        self._expected = self._queued = self._wanted = False
+        self._expected = self._queued = self._begun = self._wanted = False
         self._trace = NONE
         self._ended = Moment(0.0)
+        self._reduced: ReducedGroup | None = None
+        if not waits_on_stream(ddp.process_group, self._device):  # there nobody waits for a work
+            begun = functools.partial(_one_begins, weakref.ref(self))
+            self._reduced = ReducedGroup(ddp.process_group, begun)  # kept, for C++ keeps no Python object alive
+            ddp.reducer._update_process_group(self._reduced)
         own = weakref.ref(self)  # or parameters, and with them the model, would never be freed
         one: Any = next(reversed(self._parameters.values()))
         self._handles = [
@@ -174,6 +213,9 @@ class PassiveObserver:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        ddp = self._ddp()
+        if self._reduced is not None and ddp is not None:
+            ddp.reducer._update_process_group(ddp.process_group)
         return True
 
     # -- what the model's hooks tell --
@@ -188,7 +230,9 @@ class PassiveObserver:
         self._check()
         if torch.is_grad_enabled():
             self._expected, self._queued = self._expected or syncing, False  # DDP, too, expects it until it comes
+            self._begun = False
             self._ready.clear()
+            self._works()  # of a pass that broke off
 
     def ready(self, name: str) -> None:
         """A parameter has its gradient, in this pass."""
@@ -199,14 +243,24 @@ class PassiveObserver:
         if self._expected and not self._queued:
             self._queued = at_end_of_backward(self._backward_ended)
 
+    def one_begins(self) -> None:
+        """DDP is about to issue a bucket, or would be seen to have issued all."""
+        if not self._begun:
+            self._begun = True
+            self._begins()
+
     def _backward_ended(self) -> None:
+        self.one_begins()
         self._ended, self._expected = moment(self._device), False
         self._meter.would_send(self._nbytes, self._world.size)
         sent = 2 * (self._world.size - 1) / self._world.size * self._nbytes
         self._meter.add_sent(sent)
         self.sent += sent
-        self._fence(self._meter)
+        self._issued(self._works(), self._meter)
         at_end_of_backward(self._exchanged)
+
+    def _works(self) -> list[Any]:
+        return [] if self._reduced is None else self._reduced.issued()
 
     def _exchanged(self) -> None:
         ddp = self._ddp()
@@ -270,6 +324,23 @@ def _finalized(ddp: DistributedDataParallel) -> bool:
 def _one_is_ready(lookout: weakref.ref[PassiveObserver]) -> None:
     if (it := lookout()) is not None:
         it.one_is_ready()
+
+
+def _all_reduce(group: weakref.ref[ReducedGroup], tensors: Any, opts: Any) -> Any:
+    it = group()
+    assert it is not None  # the observer keeps it
+    return it.all_reduce(tensors, opts)
+
+
+def _broadcast(group: weakref.ref[ReducedGroup], tensors: Any, opts: Any) -> Any:
+    it = group()
+    assert it is not None
+    return it.broadcast_indices(tensors, opts)
+
+
+def _one_begins(lookout: weakref.ref[PassiveObserver]) -> None:
+    if (it := lookout()) is not None:
+        it.one_begins()
 
 
 def _note(lookout: weakref.ref[PassiveObserver], name: str) -> None:

@@ -20,7 +20,7 @@ from commlib.ddp.buckets import BucketPlanner
 from commlib.ddp.compat import CommHooks, CopiedState, nobody
 from commlib.ddp.config import AttachConfig
 from commlib.ddp.hook_slot import HookSlot, give
-from commlib.ddp.observer import Buckets, Fence, PassiveObserver, visible
+from commlib.ddp.observer import Buckets, PassiveObserver, visible
 from commlib.ddp.resources import Resources
 from commlib.errors import PeerLost, check_numbers
 from commlib.exchange.factors.layers import FactorLayers
@@ -178,7 +178,7 @@ class HookState:
         if any(getattr(state, "slot", None) is self.slot for _, state in ddp._comm_hooks):
             return  # it is registered already
         if self._idle() and self._group is ddp.process_group and visible(ddp):
-            told = self._fence, self._exchanged, self._check_group, (self.slot, hook)
+            told = self._begins, self._issued, self._exchanged, self._check_group, (self.slot, hook)
             self._observer = PassiveObserver(ddp, self._buckets.meters, self.world, *told)
             self._tracer.follow(*self._tracer.sources, self._observer)
             self._hook_if_needed()
@@ -433,16 +433,17 @@ class HookState:
         """Whether a hook would have nothing to do: all goes as it is, by the shortest way, and nothing is held back."""
         return not (self._resources.throttle.limit or self._levels) and self._store.empty and self._plan.plain
 
-    def _fence(self, meter: Meter) -> None:
-        """DDP has issued all it has to exchange, by itself. One value behind it shows who does not come.
+    def _begins(self) -> None:
+        """DDP is about to exchange by itself."""
+        self._steps.begin(remembers=False)
+        self._compare_steps()
+
+    def _issued(self, works: list[Any], meter: Meter) -> None:
+        """DDP has issued all it has to exchange, by itself. Whoever does not come is named here.
 
         DDP waits in C++, where nobody could say so.
         """
-        self._steps.begin(remembers=False)
-        self._compare_steps()
-        label, value = f"buckets of step {self._steps.count}", torch.zeros(1, dtype=torch.float32)
-        one = Fence(value, [(meter, value.nbytes)])
-        done = self._sequencer.here(label, one, value, self._meanwhile)
+        done = self._sequencer.join(f"buckets of step {self._steps.count}", works, meter, self._meanwhile)
         self._steps.submitted(done, last=True)
         done.wait()
 

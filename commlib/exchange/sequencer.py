@@ -10,10 +10,10 @@ rank to rank, and collectives that do not match hang or corrupt. So:
 * A lane blocks on nothing but the works of the round before, which are already issued on this rank and, on
   each other rank, are issued by a thread that waits for this rank only in *earlier* rounds. So there is no cycle.
 
-Nothing waits in a callback, and the autograd thread waits for nothing but a fence (:meth:`Sequencer.here`), the last
-thing its group is asked for before that pass ends. A bucket that is one collective, with nothing to compute after it,
-ends in the backend's own callback, without a lane: whoever waits for it is woken by one thread, not by one that had to
-be woken first. Its one round was issued like any other, so nothing changes in what groups see.
+Nothing waits in a callback, and the autograd thread waits for nothing but what DDP has issued by itself
+(:meth:`Sequencer.join`), all of it, before that pass ends. A bucket that is one collective, with nothing to compute
+after it, ends in the backend's own callback, without a lane: whoever waits for it is woken by one thread, not by one
+that had to be woken first. Its one round was issued like any other, so nothing changes in what groups see.
 Times go to the meters of its own layers, and a layer is in one bucket under way at a time: no other thread writes them
 then. On CUDA it goes by a lane, whose ``wait`` makes streams wait for what Gloo copies back; a callback would not.
 
@@ -61,7 +61,7 @@ from commlib.exchange.collectives import Collective, Scope, scope_of
 from commlib.exchange.in_flight import InFlightBucket, reason, through
 from commlib.runtime import streams
 from commlib.runtime.autograd import LOOK_S
-from commlib.telemetry.stats import ranged
+from commlib.telemetry.stats import Meter, ranged
 from commlib.telemetry.trace import NONE, Trace
 
 
@@ -203,39 +203,37 @@ class Sequencer:
                 self._queues[0].put(trip)
         return trip.future
 
-    def here(
-        self, label: str, collective: Collective, result: Tensor, meanwhile: Callable[[], None], every: float = LOOK_S
+    def join(
+        self, label: str, works: Sequence[Any], meter: Meter, meanwhile: Callable[[], None], every: float = LOOK_S
     ) -> torch.futures.Future[Tensor]:
-        """Like :meth:`single`, but it is this thread that waits, in C++: none is woken to wake it. On the CPU.
-
-        Inline nothing is issued: no thread waits there, and it is NCCL's watchdog that ends a wait for a lost rank.
+        """Wait here, in C++, for works that somebody else has issued alike on all ranks. On the CPU.
 
         Args:
-            label, collective, result: as there.
-            meanwhile: called every so many seconds; what it raises, the bucket fails with.
+            label: of what they exchange, for errors.
+            works: all-reduces of Gloo's; none where no thread waits (NCCL).
+            meter: is told how long it took.
+            meanwhile: called every so many seconds; what it raises, the exchange fails with.
             every: seconds.
 
         Returns:
             A future that is done.
         """
-        trip = InFlightBucket(label, iter(()), result, trace=self.trace)
+        trip = InFlightBucket(label, iter(()), torch.empty(0), trace=self.trace)
         if self._failed is not None:
             trip.fail(self._failed)
             return trip.future
-        if self.inline:
-            trip.future.set_result(result)
-            return trip.future
-        self._issue(trip, [collective], 0)
-        for work, _, start in trip.works:
-            try:
-                with ranged("wire", label):
+        began = time.monotonic()
+        try:
+            with ranged("wire", label):
+                for work in works:
                     while not through(work, every):
                         meanwhile()
-            except Exception as e:
-                self._fail(trip, e)
-                break
-            trip.came(collective, start)
-            trip.future.set_result(result)
+        except Exception as e:
+            self._fail(trip, e)
+            return trip.future
+        if works:
+            meter.add_wire(time.monotonic() - began)
+        trip.future.set_result(trip.result)
         return trip.future
 
     def give_up(self, error: BaseException) -> BaseException:

@@ -6,10 +6,10 @@ import pytest
 
 from tests.support.torch_suite import compare
 
-_ONE_VALUE = "one value follows DDP's own exchange, by which a missing rank is named: a profiler counts it, too"
+_PROBES = "`auto` measures the link by all-reduces of its own: a profiler counts them, too"
 DDP: dict[str, str] = {
     "test_ddp_grad_div_uneven_inputs": "Join(divide_by_initial_world_size=False) is refused by name",
-    "test_ddp_profiling_torch_profiler": _ONE_VALUE,
+    "test_ddp_profiling_torch_profiler": _PROBES,
 }
 """Test of DDP that passes on a plain model → why it does not on an attached one."""
 

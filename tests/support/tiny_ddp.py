@@ -166,13 +166,13 @@ def says_when_it_waits(trainer: Any) -> None:
 
     vars(comm._monitor)["waiting"] = told
     if sequencer is not None:
-        here = sequencer.here
+        join = sequencer.join
 
-        def told_here(*args: Any) -> Any:
+        def told_join(*args: Any) -> Any:
             say(f"waits/{trainer.step}")
-            return here(*args)
+            return join(*args)
 
-        vars(sequencer)["here"] = told_here
+        vars(sequencer)["join"] = told_join
 
 
 def same(a: Any, b: Any) -> bool:

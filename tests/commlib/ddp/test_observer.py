@@ -134,7 +134,7 @@ def without_waiting(world: World) -> dict[str, Any]:
     return found | more
 
 
-def test_where_no_thread_waits_there_is_no_fence_and_steps_are_counted(fleet: Fleet) -> None:
+def test_where_no_thread_waits_nobody_does_and_steps_are_counted(fleet: Fleet) -> None:
     for found in fleet.run(2, without_waiting):
         assert found["hooks"] == (False, True)
         assert found["equal"]

@@ -13,6 +13,7 @@ from torch import Tensor
 from commlib.exchange.collectives import AllReduce, Rounds, Scope
 from commlib.exchange.sequencer import Sequencer
 from commlib.groups.world import World
+from commlib.telemetry.stats import Meter
 from tests.support.rank_pool import Fleet
 from tests.support.tiny_ddp import heard, say
 
@@ -41,13 +42,14 @@ def test_a_lane_multiplies_with_as_many_threads_as_any_other_so_that_bits_do_not
 
 
 EVERY, LOOKS = 0.05, 5
+CPU = torch.device("cpu")
 
 
 def waited(world: World) -> tuple[float, list[float], float]:
-    """A sum to which rank 0 comes once rank 1 has looked around for it so often; the result, when, and bytes."""
+    """A sum to which rank 0 comes once rank 1 has looked around for it so often; the result, when, and seconds."""
     groups: list[dict[Scope, Any]] = [{"world": dist.group.WORLD}]
     sequencer, value = Sequencer(groups, lambda what, error: error, inline=False), torch.ones(1)
-    looks: list[float] = []
+    looks, meter = list[float](), Meter(CPU, "a")
 
     def look() -> None:
         looks.append(time.monotonic())
@@ -56,17 +58,18 @@ def waited(world: World) -> tuple[float, list[float], float]:
 
     if world.rank == 0:
         heard("rank 1 has looked around")
-    future = sequencer.here("a fence", AllReduce(value), value, look, every=EVERY)
+    group: Any = dist.group.WORLD
+    future = sequencer.join("a sum", [group.allreduce([value]), group.allreduce([value])], meter, look, every=EVERY)
     assert future.done()
-    assert future.wait() is value
+    future.wait()
     sequencer.close()
-    return float(value), looks, sequencer.tracks.wire_bytes
+    return float(value), looks, meter.seconds()["wire"]
 
 
 def test_whoever_waits_here_looks_around_meanwhile_and_gets_the_sum(fleet: Fleet) -> None:
-    (value, _, sent), (same, looks, _) = fleet.run(2, waited)
-    assert value == same == 2.0
-    assert sent == 4.0
+    (value, _, _), (same, looks, seconds) = fleet.run(2, waited)
+    assert value == same == 4.0
+    assert seconds > EVERY * LOOKS
     assert len(looks) >= LOOKS
     assert all(b - a > 0.9 * EVERY for a, b in itertools.pairwise(looks))
 
@@ -85,11 +88,12 @@ def gives_up(world: World) -> tuple[bool, bool]:
     def look() -> None:
         raise sequencer.give_up(KeyError("nobody comes"))
 
-    futures = [sequencer.here(what, AllReduce(torch.ones(1)), torch.ones(1), look, every=0.1) for what in "ab"]
-    sent = sequencer.tracks.wire_bytes
+    work = own.allreduce([torch.ones(1)])
+    futures = [sequencer.join(what, [work], Meter(CPU, "a"), look, every=0.1) for what in "ab"]
     sequencer.close()
     say(f"rank {world.rank} has given up")
-    return all(isinstance(_error(f), KeyError) for f in futures), sent == 4 / 3 * 4
+    found = [isinstance(_error(f), KeyError) for f in futures]
+    return found[0], found[1]
 
 
 def _error(future: torch.futures.Future[Tensor]) -> BaseException | None:
@@ -155,7 +159,7 @@ def test_after_giving_up_no_bucket_is_issued_by_any_way() -> None:
     futures = [
         sequencer.submit("a", iter([[AllReduce(value)]]), value),
         sequencer.single("b", AllReduce(value), value),
-        sequencer.here("c", AllReduce(value), value, lambda: None),
+        sequencer.join("c", [], Meter(CPU, "c"), lambda: None),
     ]
     assert [str(_error(f)) for f in futures] == ["'nobody comes'"] * 3
     assert group.asked == []

@@ -52,7 +52,7 @@ def test_what_is_done_in_the_backward_pass_is_seen_and_what_lanes_do_if_all_thre
 
 
 @pytest.mark.parametrize("style", ["attach", "register"])
-def test_without_a_codec_the_fence_or_the_wait_is_seen(fleet: Fleet, style: str) -> None:
+def test_without_a_codec_the_wait_for_ddps_own_exchange_or_ours_is_seen(fleet: Fleet, style: str) -> None:
     for default, _ in fleet.run(2, seen, "none", style):
         if style == "register":
             assert default == {"commlib::wait for what is exchanged": 2}

@@ -71,7 +71,7 @@ class ReducedGroup(dist.ProcessGroup):
 
     Args:
         group: the model's own.
-        begins: called before the first bucket of an exchange is issued.
+        begins: called before a bucket is issued, each time.
     """
 
     def __init__(self, group: Any, begins: Callable[[], None]) -> None:
@@ -149,12 +149,12 @@ class PassiveObserver:
         self._expected = self._queued = self._begun = self._wanted = False
         self._trace = NONE
         self._ended = Moment(0.0)
+        own = weakref.ref(self)  # or parameters, and with them the model, would never be freed
         self._reduced: ReducedGroup | None = None
         if not waits_on_stream(ddp.process_group, self._device):  # there nobody waits for a work
-            begun = functools.partial(_one_begins, weakref.ref(self))
-            self._reduced = ReducedGroup(ddp.process_group, begun)  # kept, for C++ keeps no Python object alive
+            begins_one = functools.partial(_one_begins, own)
+            self._reduced = ReducedGroup(ddp.process_group, begins_one)  # kept, for C++ keeps no Python object alive
             ddp.reducer._update_process_group(self._reduced)
-        own = weakref.ref(self)  # or parameters, and with them the model, would never be freed
         one: Any = next(reversed(self._parameters.values()))
         self._handles = [
             before_forward(ddp, self, keep=True),

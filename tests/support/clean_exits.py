@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib
 import random
 import signal
 import sys
@@ -30,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlib
 from commlib.planning.manager import manager
-from tests.support import script_ranks, stopped_ranks, warm_codecs  # noqa: F401  # what it imports costs each rank
+from tests.support import script_ranks, stopped_ranks
 from tests.support.tiny_ddp import Head
 
 RANKS = 2
@@ -180,6 +181,7 @@ def main(route: str, runs: int) -> bool:
 
 
 if __name__ == "__main__":
+    importlib.import_module("tests.support.warm_codecs")  # else each rank would load them
     *named, count = sys.argv[1:]
     every = [*ROUTES, *(f"{kind}:{route}" for kind in KINDS for route in LOST)]
     bad = [route for route in named or every if main(route, int(count))]

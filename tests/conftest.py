@@ -27,7 +27,7 @@ from tests.support import warm_python as warm_python_of_tests
 from tests.support.exclusive_lock import shares
 from tests.support.leaks import children, listeners, threads
 from tests.support.rank_pool import Fleet, nothing
-from tests.support.tiers import FAST, is_fast, left_out
+from tests.support.tiers import FAST, LIMIT_S, is_fast, left_out, longest
 
 _PATIENCE = 60.0  # seconds that what a test started may take to go away by itself, on a busy machine
 
@@ -90,7 +90,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """What was not run, and how it can be."""
+    """Which tests should do less; what was not run, and how it can be."""
+    ended = [(r.nodeid, r.user_properties) for of in ("passed", "failed") for r in terminalreporter.stats.get(of, ())]
+    if took := longest(ended):
+        terminalreporter.write_line(f"took longer than {LIMIT_S:g} s, and should do less, or be full: {took}")
     if skipped := left_out(report.longrepr[2] for report in terminalreporter.stats.get("skipped", ())):
         terminalreporter.write_line(f"skipped: {skipped}")
     if config.option.markexpr == FAST:

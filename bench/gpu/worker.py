@@ -28,7 +28,6 @@ from commlib.bench.training.models import MODELS
 from commlib.bench.training.trial import short
 from commlib.bench.training.workloads import Training
 from commlib.testing.accelerator import SimulatedAccelerator
-from commlib.transports.process_group import stream_ordered
 
 _WARM_UP = 6  # steps: DDP rebuilds its buckets, and kernels are compiled
 _FEW = 3  # where nothing is compiled
@@ -87,6 +86,8 @@ def main(job: RanksJob) -> list[Row]:
 def _train(contender: Configuration, job: RanksJob, device: torch.device) -> dict[str, Any]:
     gc.collect()  # a model that was attached to is part of a cycle: the one before shall not count here
     if job.device == "simulated":
+        from commlib.transports.process_group import stream_ordered  # it loads torch._dynamo, a second
+
         with stream_ordered.device() as (gpu, group):
             found, course = _over(group, contender, job, device, gpu)
             gpu.wait(device)

@@ -113,7 +113,9 @@ def test_every_entry_point_of_this_distribution_loads(group: str) -> None:
     assert not broken
 
 
-def test_to_import_commlib_does_not_load_torchs_compiler() -> None:
-    """It takes a second; whoever compiles, or wraps a model in DDP, loads it himself."""
-    loaded = "import sys, commlib; sys.exit('torch._dynamo' in sys.modules)"
+def test_neither_commlib_nor_its_commands_load_torchs_compiler() -> None:
+    """It takes a second or two; whoever compiles, or wraps a model in DDP, loads it himself."""
+    modules = {ep.module for ep in entry_points(group="commlib.commands") if ep.module.startswith("commlib.")}
+    assert len(modules) > 5
+    loaded = f"import sys, commlib, {', '.join(modules)}; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", loaded], check=False).returncode == 0

@@ -1,12 +1,12 @@
 """The two tiers of the suite: ``make test`` leaves out what is marked ``full``, ``make test-all`` runs everything.
 
-A test of the fast tier takes at most :data:`LIMIT_S`. A longer one fails, unless :data:`LONGER` says why it may: this
-keeps the fast tier fast. (In ``make test-all``, where properties have three times as many examples, three times as
-much.) No test
-is red because the machine is busy or slow. What counts is what a test used of the cores, or the time in which it waited
-although no process wanted for a core. One that took too long has a second try, while no other test runs: the first of
-its kind may have much to import, to compile, or to read from a disk. And where a core does less in a second than those
-that the limit was made for, the limit is longer in proportion.
+A test of the fast tier takes at most :data:`LIMIT_S`: of the cores, or of waiting although no process wanted for a
+core. The last lines of a run name those that took longer. Such a test fails if that is sure: a second of a core counts
+half, for the same work has taken twice as many from one hour or machine to the next; and it has failed in a second try,
+while no other test ran (the first of its kind may have much to import, to compile, or to read from a disk), in which
+the limit is longer in proportion where a core does less in a second than those that the limit was made for.
+:data:`LONGER` says which tests may take longer, and why. (In ``make test-all``, where properties have three times as
+many examples, all may take three times as long.)
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ _MORE = 3.0  # times as many examples where hypothesis searches anew
 
 _USUAL_S = 0.020
 """Seconds that :func:`slowness` works for on a core as fast as usual."""
+
+_SURE = 0.5
+"""What a second of a core counts where a test is to fail by it."""
+
+_TOOK = "took_s"  # the property of a report of a test that took longer than the limit, sure or not
 
 _WAITS = "it waits for a time-out to lapse, which is long enough for busy ranks to be in time"
 
@@ -110,10 +115,16 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Fail a test of the fast tier that took too long."""
     clock = Clock()
     yield
+    if not is_fast(item):
+        return
     more = _MORE if item.config.getoption("--hypothesis-profile") == "fresh" else 1.0
-    if is_fast(item) and too_long(item.nodeid, seconds := clock.seconds(), more):
+    of_cores, waiting = clock.took()
+    item.user_properties[:] = [(name, value) for name, value in item.user_properties if name != _TOOK]
+    if too_long(item.nodeid, of_cores + waiting, more):
+        item.user_properties.append((_TOOK, of_cores + waiting))
+    if too_long(item.nodeid, sure := of_cores * _SURE + waiting, more):
         second = _LATE in item.stash
-        item.stash[_LATE] = why = too_long(item.nodeid, seconds, more * (slowness() if second else 1.0)) or ""
+        item.stash[_LATE] = why = too_long(item.nodeid, sure, more * (slowness() if second else 1.0)) or ""
         if why:
             pytest.fail(why, pytrace=False)
 
@@ -134,12 +145,16 @@ class Clock:
     def __init__(self) -> None:
         self._began, self._used, self._stalled = time.monotonic(), used(), stalled()
 
-    def seconds(self) -> float:
-        """CPU seconds, or seconds in which all processes that wanted a core had one, whichever are more."""
+    def took(self) -> tuple[float, float]:
+        """Seconds of cores, and seconds of waiting in which no process wanted for a core.
+
+        What is not over the limit by the wall is not looked into: it is all taken for waiting.
+        """
         wall = time.monotonic() - self._began
         if wall <= LIMIT_S:
-            return wall
-        return max(used() - self._used, wall - (stalled() - self._stalled))
+            return 0.0, wall
+        of_cores = used() - self._used
+        return of_cores, max(0.0, wall - (stalled() - self._stalled) - of_cores)
 
 
 def too_long(name: str, seconds: float, slow: float = 1.0) -> str | None:
@@ -153,7 +168,7 @@ def too_long(name: str, seconds: float, slow: float = 1.0) -> str | None:
     if seconds <= LIMIT_S * slow or name.partition("[")[0] in LONGER:
         return None
     return (
-        f"took {seconds:.1f} s; a test of the fast tier may take {LIMIT_S * slow:.2g} s here. "
+        f"took {seconds:.1f} s, those of the cores counted half; a test of the fast tier may take {LIMIT_S * slow:.2g} s here. "
         "Make it do less, mark it full, or say in LONGER of tests/support/tiers.py why it may take longer"
     )
 
@@ -184,6 +199,16 @@ def stalled() -> float:
         if found is not None:
             return int(found[1]) / 1e6
     return 0.0
+
+
+def longest(properties: Iterable[tuple[str, Iterable[tuple[str, object]]]]) -> str:
+    """Tests that took longer than the limit, the longest first: "tests/x.py::test_y 7.1 s, …".
+
+    Args:
+        properties: each test's node id, and what its report says beside the outcome.
+    """
+    took = {name: float(str(v)) for name, said in properties for key, v in said if key == _TOOK}
+    return ", ".join(f"{name} {took[name]:.1f} s" for name in sorted(took, key=lambda name: -took[name]))
 
 
 def left_out(reasons: Iterable[str]) -> str:

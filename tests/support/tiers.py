@@ -168,7 +168,8 @@ def too_long(name: str, seconds: float, slow: float = 1.0) -> str | None:
     if seconds <= LIMIT_S * slow or name.partition("[")[0] in LONGER:
         return None
     return (
-        f"took {seconds:.1f} s, those of the cores counted half; a test of the fast tier may take {LIMIT_S * slow:.2g} s here. "
+        f"took {seconds:.1f} s, those of the cores counted half; "
+        f"a test of the fast tier may take {LIMIT_S * slow:.2g} s here. "
         "Make it do less, mark it full, or say in LONGER of tests/support/tiers.py why it may take longer"
     )
 

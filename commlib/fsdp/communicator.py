@@ -10,7 +10,6 @@ goes between replicas has process groups of its own.
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -36,6 +35,7 @@ from commlib.fsdp.chooser import CodecChooser
 from commlib.fsdp.gradients import GradientReducer
 from commlib.fsdp.param_groups import ParamGroup
 from commlib.fsdp.plan import Replicas
+from commlib.groups.call_thread import CallThread
 from commlib.groups.handshake import explained
 from commlib.groups.process_groups import waits_on_stream
 from commlib.groups.world import World
@@ -99,6 +99,7 @@ class FsdpCommunicator:
         self._pass = -1
         self._sequencer = self._sequenced(*self._calls[0], [("world",)])
         self._between = self._sequencer
+        self._waiter = CallThread("commlib-fsdp-own")
         if replicas is not None:
             plans = [plan, *(chooser.choice.gradients.values() if chooser else ())]
             lanes = scopes({"dense", *(p.route.exchange for each in plans for p in each)}, None)
@@ -215,7 +216,7 @@ class FsdpCommunicator:
             with self._waiting():
                 work = call(looks)
                 if looks and work is not None:
-                    wait(_future_of(work), self.meanwhile)
+                    wait(self._future_of(work), self.meanwhile)
         except CommlibError:
             raise
         except RuntimeError as e:
@@ -251,6 +252,23 @@ class FsdpCommunicator:
         self._flags, self._pass = [], this
         if not at_end_of_backward(self._end):
             raise CommlibError("FSDP2 reduces gradients outside of a backward pass: commlib cannot tell steps apart")
+
+    def _future_of(self, work: Any) -> torch.futures.Future[Any]:
+        """Future of a work; Gloo's reduce-scatter has none, knows no deadline, nor whether it is through."""
+        with contextlib.suppress(RuntimeError):
+            found: torch.futures.Future[Any] = work.get_future()
+            return found
+        future: torch.futures.Future[Any] = torch.futures.Future()
+
+        def through() -> None:
+            try:
+                work.wait()
+                future.set_result(None)
+            except Exception as e:
+                future.set_exception(e)
+
+        self._waiter.submit(through)
+        return future
 
     def _seen(self, out: Tensor) -> None:
         """Whether this part of the step is finite, as a number that is 0 or NaN, without waiting for the device."""
@@ -330,24 +348,6 @@ def _done(device: torch.device) -> torch.futures.Future[Tensor]:
     done: torch.futures.Future[Tensor] = streams.future(device)
     streams.complete(done, torch.empty(0, dtype=torch.float32, device=device), device)
     return done
-
-
-def _future_of(work: Any) -> torch.futures.Future[Any]:
-    """Future of a work; Gloo's reduce-scatter has none, knows no deadline, nor whether it is through."""
-    with contextlib.suppress(RuntimeError):
-        found: torch.futures.Future[Any] = work.get_future()
-        return found
-    future: torch.futures.Future[Any] = torch.futures.Future()
-
-    def through() -> None:
-        try:
-            work.wait()
-            future.set_result(None)
-        except Exception as e:
-            future.set_exception(e)
-
-    threading.Thread(target=through, name="commlib-fsdp-own", daemon=True).start()
-    return future
 
 
 def _nobody() -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import queue
 import threading
 import time
 import weakref
@@ -26,6 +25,7 @@ from typing import Any
 from torch.distributed import DistNetworkError, distributed_c10d
 
 from commlib.errors import StoreSilent
+from commlib.groups.call_thread import CallThread
 
 ANSWER_S = 30.0
 """Seconds in which a store answers, where nothing else is said: a busy machine may take some."""
@@ -38,7 +38,6 @@ _KEEPER = (
     "who keeps it (rank 0, the agent of torchrun on its host, or commlib server meet) is stopped, gone or out of reach"
 )
 _PAUSES = 0.002, 0.05  # seconds between two looks for a key: at first, at last
-_Job = tuple[Callable[[], Any], "Future[Any]"]
 
 
 class DeadlineStore:
@@ -134,10 +133,9 @@ class _Calls:
 
     def __init__(self, root: Any) -> None:
         self._root = root  # kept: another object would have its id
-        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = CallThread("commlib-store")
         self._given_up: list[Future[Any]] = []
         self._lock = threading.Lock()
-        self._started = False
 
     @property
     def silent(self) -> bool:
@@ -148,9 +146,7 @@ class _Calls:
     def ask(self, call: Callable[[], Any], answer_s: float) -> Any:
         if self.silent:
             raise StoreSilent(f"{_SILENT} and has not answered a call before this: {_KEEPER}")
-        future: Future[Any] = Future()
-        self._start()
-        self._queue.put((call, future))
+        future = self._thread.submit(call)
         done, _ = wait([future], answer_s)
         if done:
             try:
@@ -160,13 +156,6 @@ class _Calls:
         with self._lock:
             self._given_up.append(future)
         raise StoreSilent(f"{_SILENT} within {answer_s:g} s: {_KEEPER}")
-
-    def _start(self) -> None:
-        with self._lock:
-            if not self._started:
-                self._started = True
-                threading.Thread(target=_make_calls, args=(self._queue,), name="commlib-store", daemon=True).start()
-                weakref.finalize(self, self._queue.put, None).atexit = False
 
 
 _ROOTS: weakref.WeakValueDictionary[int, _Calls] = weakref.WeakValueDictionary()
@@ -182,16 +171,6 @@ def _calls_to(store: Any) -> _Calls:
         if found is None:
             _ROOTS[id(store)] = found = _Calls(store)
     return found
-
-
-def _make_calls(jobs: queue.SimpleQueue[_Job | None]) -> None:
-    while (job := jobs.get()) is not None:
-        call, future = job
-        try:
-            future.set_result(call())
-        except BaseException as e:
-            future.set_exception(e)
-        del job, call, future  # or it would keep them until the next one comes
 
 
 _OF_GROUPS: weakref.WeakKeyDictionary[Any, DeadlineStore] = weakref.WeakKeyDictionary()

@@ -71,7 +71,7 @@ def choose(codecs: Sequence[str], exchanges: Sequence[str] = ()) -> PairChoice:
     return PairChoice(list(dict.fromkeys(pairs)), left_out)
 
 
-def cheapest_first(pairs: Sequence[Pair], layers: Layers, world: int, min_size: int) -> list[Pair]:
+def cheapest_first(pairs: Sequence[Pair], layers: Layers, world: int, min_size: int | None) -> list[Pair]:
     """The baseline, then the others by the bytes they will send: what time runs out for is what few would choose."""
     specs = [LayerSpec(name, shape) for name, shape in layers]
 

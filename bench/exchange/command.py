@@ -42,7 +42,10 @@ def exchange(
     steps: Annotated[int, typer.Option(min=1, help="Timed in one visit at most; 1 leaves out the warm-up.")] = 10,
     seconds: Annotated[float | None, typer.Option(min=0.0, help="Begin no visit later than this. [80]")] = None,
     bucket_cap_mb: BucketCap = None,
-    min_size: Annotated[int, typer.Option(min=0, help="Layers with fewer values are sent uncompressed.")] = 1024,
+    min_size: Annotated[
+        int | None,
+        typer.Option(min=0, help="Layers with fewer values are sent uncompressed. [1024; with fp16 and bf16 none]"),
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help=f"The same model, one round of 12 s at most: {', '.join(QUICK)}.")
     ] = False,

@@ -72,7 +72,7 @@ class TrialSetting:
     layers: Layers
     device: str = "cpu"
     bucket_cap_mb: float | None = None
-    min_size: int = 1024
+    min_size: int | None = None
     steps: int = 10
     gate: Path | None = None
 

@@ -45,7 +45,10 @@ def train(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dense_steps: Annotated[int, typer.Option(help="First steps sent uncompressed.")] = 0,
-    min_size: Annotated[int, typer.Option(help="Layers with fewer values are sent uncompressed.")] = 1024,
+    min_size: Annotated[
+        int | None,
+        typer.Option(help="Layers with fewer values are sent uncompressed. [1024; with fp16 and bf16 none]"),
+    ] = None,
     amp: Annotated[bool, typer.Option("--amp", help="Mixed precision with a GradScaler.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of the table.")] = False,
     checkpoint: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write checkpoints there.")] = None,

@@ -260,7 +260,7 @@ def _identity(settings: TrainSettings, task: Task, recipe: Defaults, model: nn.M
         "momentum": recipe.momentum,
         "batch": recipe.batch,
         "dense-steps": settings.dense_steps,
-        "min-size": settings.min_size,
+        "min-size": 1024 if settings.min_size is None else settings.min_size,  # as in checkpoints from before
         "amp": settings.amp,
         # None, if not given, as in checkpoints from before there were these
         "limit": settings.limit,

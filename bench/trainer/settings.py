@@ -65,7 +65,7 @@ class TrainSettings:
     data: Path | None = None
     device: str = "auto"
     dense_steps: int = 0
-    min_size: int = 1024
+    min_size: int | None = None
     bucket_cap_mb: float | None = None
     limit: str | None = None
     hierarchy: bool = False
@@ -89,7 +89,7 @@ class TrainSettings:
             if value is not None and not value > 0:
                 raise BadInput(f"--{flag} must be above 0, got {value}")
         for flag, value in (("dense-steps", self.dense_steps), ("min-size", self.min_size)):
-            if value < 0:
+            if value is not None and value < 0:
                 raise BadInput(f"--{flag} must not be negative, got {value}")
         for flag, on in (("--resume", self.resume), ("--checkpoint-every", self.every is not None)):
             if on and self.checkpoint is None:

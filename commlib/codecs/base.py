@@ -52,6 +52,9 @@ class Compressor(ABC):
             its own dtype, all others see float32.
         random: draws from ``seed``.
         shared_seed: all ranks must be given the same seed, and decoding needs it too.
+        elementwise: the payload of several layers side by side is their payloads side by side, and slots have the
+            layers' shapes and begin as zeros; so a bucket's layers may be coded as one.
+        min_size: layers of fewer values go uncompressed where the user has not said how many.
         default_exchange: which exchange a plain spec string gets; None picks by world size.
     """
 
@@ -60,6 +63,8 @@ class Compressor(ABC):
     lossless: bool = False
     random: bool = False
     shared_seed: bool = False
+    elementwise: bool = False
+    min_size: int = 1024
     default_exchange: str | None = None
 
     # -- what a codec author writes -------------------------------------------------------------

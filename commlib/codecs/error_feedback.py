@@ -33,7 +33,7 @@ class ErrorFeedback(Compressor):
             raise ValueError(f"error feedback decays by a factor in (0, 1], got ef={self.decay}")
         if not self.inner.takes_feedback:
             raise ValueError(f"error feedback around '{self.inner}': it is lossless or keeps a residual of its own")
-        for attr in ("name", "random", "shared_seed", "default_exchange"):
+        for attr in ("name", "random", "shared_seed", "elementwise", "min_size", "default_exchange"):
             object.__setattr__(self, attr, getattr(self.inner, attr))
 
     def nbytes(self, spec: LayerSpec) -> int:

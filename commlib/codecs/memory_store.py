@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from commlib.codecs.base import LayerSpec, Memory, Slot, init_slot
@@ -25,6 +27,14 @@ class _Pair:
     filled: list[bool] = dataclasses.field(default_factory=lambda: [False, False])  # or as good as zeros
 
 
+class _Run(NamedTuple):
+    """Slot of several layers, which lie side by side in two flat tensors."""
+
+    names: tuple[str, ...]
+    pairs: list[_Pair]
+    tensors: list[Tensor]
+
+
 class MemoryStore:
     """The slots of all layers of one rank.
 
@@ -38,6 +48,7 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self._pairs: dict[str, dict[str, _Pair]] = {}
+        self._runs: dict[tuple[tuple[str, ...], str], _Run] = {}
         self._pending: list[_Pair] = []
         self._committed: list[_Pair] = []
         self.unit = 1.0
@@ -67,6 +78,62 @@ class MemoryStore:
             old[key], new[key] = pair.tensors[pair.live], pair.tensors[1 - pair.live]
             self._will_write(pair, filled=True)
         return Memory(old, new)
+
+    def run(self, names: tuple[str, ...], specs: Sequence[LayerSpec], slots: Collection[str]) -> Memory:
+        """The slots of layers side by side, as if of one, for the step under way, which must write all of them.
+
+        What is kept is each layer's, as by :meth:`memory`.
+
+        Args:
+            names: of the layers, in order.
+            specs: the layers.
+            slots: names of what each has; of the layer's shape, pending, and zeros at first.
+        """
+        self._committed = []
+        old, new = {}, {}
+        for key in slots:
+            run = self._runs.get((names, key))
+            if run is None or not self._fits(run, key):
+                run = self._lay(names, key, specs)
+            live = run.pairs[0].live
+            old[key], new[key] = run.tensors[live], run.tensors[1 - live]
+            for pair in run.pairs:
+                self._will_write(pair, filled=True)
+        return Memory(old, new)
+
+    def _fits(self, run: _Run, key: str) -> bool:
+        """Whether all layers' values are where they were laid, and in the same of the two tensors."""
+        live, known = run.pairs[0].live, self._pairs
+        return all(
+            pair.live == live and known.get(name, {}).get(key) is pair
+            for name, pair in zip(run.names, run.pairs, strict=True)
+        )
+
+    def _lay(self, names: tuple[str, ...], key: str, specs: Sequence[LayerSpec]) -> _Run:
+        """Makes room for a slot of layers side by side, and takes there what they keep."""
+        sizes, device = [spec.numel for spec in specs], specs[0].device
+        tensors = [scratch.zeros((sum(sizes),), torch.float32, device) for _ in range(2)]
+        parts = zip(*(torch.split(whole, sizes) for whole in tensors), strict=True)
+        run = _Run(names, [], tensors)
+        for spec, views in zip(specs, parts, strict=True):
+            layer = self._pairs.setdefault(spec.name, {})
+            before = layer.get(key)
+            if before is not None and (before.slot.shape, before.start) != (spec.shape, 0):
+                self._set_aside(layer, key)
+                before = None
+            pair = _Pair(Slot(spec.shape), [view.view(spec.shape) for view in views])
+            if before is not None and before.filled[before.live]:
+                pair.tensors[0].copy_(before.tensors[before.live])
+                pair.filled[0] = True
+            layer[key] = pair
+            run.pairs.append(pair)
+        self._runs = {at: each for at, each in self._runs.items() if self._fits(each, at[1])}
+        self._runs[names, key] = run
+        return run
+
+    def crowded(self, names: Sequence[str], slots: Collection[str]) -> list[int]:
+        """Which of these layers have more than these slots: :meth:`drain` may have something for them."""
+        return [i for i, name in enumerate(names) if len(self._pairs.get(name, ())) > len(slots)]
 
     def owner(self, spec: LayerSpec, slots: Mapping[str, Slot], start: int) -> Memory:
         """The slots for the stripe of the layer that this rank owns, from row ``start``."""
@@ -196,7 +263,7 @@ class MemoryStore:
 
     def clear(self) -> None:
         """Forget the slots of all layers."""
-        self._pairs, self._pending = {}, []
+        self._pairs, self._runs, self._pending = {}, {}, []
 
     def _unscaled(self, pair: _Pair) -> Tensor:
         value = pair.tensors[pair.live].clone()

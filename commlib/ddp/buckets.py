@@ -3,11 +3,6 @@
 What is looked at to see whether a bucket came out finite: where codecs have scales these, not all the values again.
 
 A value that is decoded is a scale times at most two. So where the scales are finite it is, and they are few.
-
-Buckets that go as they are: what of them is alike in every step, so that it is not worked out anew in each.
-
-To sort a bucket's parameters by route takes time for each of them, in the thread of the backward pass: of a small model
-on a fast link that is what can be lost against plain DDP.
 """
 
 from __future__ import annotations
@@ -23,11 +18,12 @@ from torch import Tensor
 
 from commlib.codecs.base import LayerSpec, Memory, Seeds
 from commlib.codecs.memory_store import MemoryStore
+from commlib.ddp.known_buckets import LayerRun, LayerRuns, PlainBucket, PlainBuckets
 from commlib.errors import WrongGradient
-from commlib.exchange import dense, two_level
+from commlib.exchange import two_level
 from commlib.exchange.buffers import StepBuffers
 from commlib.exchange.chunking import Routes, in_parts
-from commlib.exchange.collectives import AllReduce, Payers, Rounds, lockstep
+from commlib.exchange.collectives import Rounds, lockstep
 from commlib.exchange.factors.layers import FactorLayers
 from commlib.exchange.fusion import riding
 from commlib.exchange.hierarchy import Hierarchy, share
@@ -40,75 +36,6 @@ from commlib.planning.plan import Plan
 from commlib.planning.route import Route
 from commlib.runtime.layers import real
 from commlib.telemetry.stats import Meter
-
-
-@dataclasses.dataclass(frozen=True)
-class PlainBucket:
-    """Bucket of DDP's, all of whose parameters are sent as they are by plan.
-
-    Attributes:
-        plan: in force.
-        parameters: their ``id``s, in order.
-        dtype: of the gradients.
-        names: of the parameters.
-        payers: the meter of this bucket, of which its layers have shares.
-    """
-
-    plan: Plan
-    parameters: list[int]
-    dtype: torch.dtype
-    names: list[str]
-    payers: Payers
-
-    def fits(self, plan: Plan, parameters: Sequence[Tensor], dtype: torch.dtype) -> bool:
-        """Whether it is still what DDP hands out: it fills its buckets anew after the first step."""
-        return plan is self.plan and dtype == self.dtype and [id(p) for p in parameters] == self.parameters
-
-    def mean(self, buffer: Tensor, world: World) -> AllReduce:
-        """As :func:`commlib.exchange.dense.rounds` of its items: the one collective that they are."""
-        ((meter, nbytes),) = self.payers
-        meter.would_send(nbytes, world.size)
-        return dense.mean(buffer, world, self.payers)
-
-    def rounds(self, buffer: Tensor, world: World) -> Rounds:
-        """The same as an exchange."""
-        yield [self.mean(buffer, world)]
-
-
-class PlainBuckets:
-    """Plain buckets that are known, by DDP's index. A bucket keeps its meter for good, through whatever plans.
-
-    Args:
-        meters: of layers that travel as one.
-    """
-
-    def __init__(self, meters: SharedMeters) -> None:
-        self._known: dict[int, PlainBucket] = {}
-        self._meters = meters
-
-    def find(self, bucket: Any, plan: Plan) -> PlainBucket | None:
-        """Plain bucket that is known for a bucket of DDP's; None if its parameters, dtype or plan have changed."""
-        plain = self._known.get(bucket.index())
-        if plain is None or not plain.fits(plan, bucket.parameters(), bucket.buffer().dtype):
-            return None
-        return plain
-
-    def note(self, bucket: Any, plan: Plan, items: Sequence[LayerTask]) -> None:
-        """Keep this bucket, if it is plain and will be while the plan is in force.
-
-        Args:
-            bucket: DDP's.
-            plan: in force, without a hierarchy.
-            items: the bucket's, as they are exchanged in this step.
-        """
-        self._known.pop(bucket.index(), None)
-        names = [item.spec.name for item in items]
-        if any(item.memory.old for item in items) or not all(plan.layers[n].route.plain for n in names):
-            return
-        payers = [(self._meters.of(items), sum(item.spec.nbytes for item in items))]
-        parameters = [id(p) for p in bucket.parameters()]
-        self._known[bucket.index()] = PlainBucket(plan, parameters, bucket.buffer().dtype, names, payers)
-
 
 LARGE = 1 << 16
 """Values: of a smaller layer they are read as fast as its scales are found."""
@@ -153,9 +80,7 @@ class LogicalGradients:
         Returns:
             None if the order in memory is that of the shape.
         """
-        strides = self._strides.get(name)
-        if strides is None:
-            strides = self._strides[name] = parameter.stride() if _permuted(parameter) else ()
+        strides = self._strides_of(name, parameter)
         if not strides:
             return None
         home = grad.as_strided(grad.shape, strides)
@@ -163,6 +88,16 @@ class LogicalGradients:
         if copy is None or copy.dtype != grad.dtype:
             copy = self._copies[name] = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
         return copy.copy_(home), home
+
+    def reorders(self, name: str, parameter: Tensor) -> bool:
+        """Whether a parameter lies in another order than that of its shape."""
+        return bool(self._strides_of(name, parameter))
+
+    def _strides_of(self, name: str, parameter: Tensor) -> tuple[int, ...]:
+        found = self._strides.get(name)
+        if found is None:
+            found = self._strides[name] = parameter.stride() if _permuted(parameter) else ()
+        return found
 
 
 def _permuted(x: Tensor) -> bool:
@@ -231,6 +166,7 @@ class BucketPlanner:
         self._shared = SharedMeters()
         self._plain = PlainBuckets(self._shared)
         self._logical = LogicalGradients()
+        self._runs = LayerRuns(self._specs, self._logical.reorders)
         self.meters = {s.name: Meter(s.device, s.name) for s in specs}
         self._nodes = world.size if levels is None else levels.inter.size
         self._dense_steps, self._seed = dense_steps, seed
@@ -257,7 +193,12 @@ class BucketPlanner:
             return [self.checked(self._sparse(names[0], buffer, plan), buffer)]
         routes: dict[str, list[LayerTask]] = {}
         copies: list[tuple[Tensor, Tensor]] = []
-        for name, grad, p in zip(names, _gradients(bucket), bucket.parameters(), strict=True):
+        runs = self._runs.of(bucket, names, plan, self.meters) if self._in_runs() else []
+        for run in runs:
+            routes.setdefault(run.route.exchange, []).append(self._as_one(run, buffer))
+        alone = sorted({*range(len(names))}.difference(*(run.indices for run in runs)))
+        gradients, parameters = (_gradients(bucket), bucket.parameters()) if alone else ((), ())
+        for name, grad, p in ((names[i], gradients[i], parameters[i]) for i in alone):
             route = self._route(plan, name)
             elementwise = route.plain and self._store.empty  # then the order does not matter
             if not elementwise and (found := self._logical.of(name, grad, real(p))) is not None:
@@ -267,7 +208,7 @@ class BucketPlanner:
         if self._levels is not None:
             trip = self._lending(two_levels(routes, plan, self._world, self._levels), routes)
             return [self.checked(_returned(trip, copies), buffer)]
-        if list(routes) == ["dense"]:
+        if list(routes) == ["dense"] and not runs:
             self._plain.note(bucket, plan, routes["dense"])
         trips = in_parts(routes, self._own)
         whole = buffer if len(routes) == len(trips) == 1 and not copies else None
@@ -376,6 +317,29 @@ class BucketPlanner:
         seeds = Seeds(self._seed, self._steps.count, name)
         faults = self.faults if self._verifies(spec, route) else None
         return LayerTask(spec, codec, grad, memory, seeds, meter, owner, trip, self._arena(name, 0), faults=faults)
+
+    def _in_runs(self) -> bool:
+        """Whether layers may be coded as one in this step: none is cut by nodes, and all go by plan."""
+        return self._levels is None and self._steps.count >= self._dense_steps
+
+    def _as_one(self, run: LayerRun, buffer: Tensor) -> LayerTask:
+        codec, grad, whole, count = run.route.codec, run.of(buffer), run.whole, self._steps.count
+        if whole.dtype != grad.dtype:
+            whole = dataclasses.replace(whole, dtype=grad.dtype)
+        run.meter.would_send(whole.nbytes, self._world.size)
+        slots = codec.slots(whole)
+        memory = self._store.run(run.names, run.specs, slots)
+        for i in self._store.crowded(run.names, slots):
+            self._store.drain(run.specs[i], run.part(grad, i), self._world.size, self._nodes)
+        if self.gauge.on:
+            for i, (start, name) in enumerate(run.layers):
+                rows = memory.rows(start, start + run.specs[i].numel)
+                self.gauge.note(name, codec, run.part(grad, i), rows, count)
+        faults = self.faults if self.verified() in run.names else None
+        seeds, arena, none = Seeds(self._seed, count, whole.name), self._arena(whole.name, 0), Memory({}, {})
+        return LayerTask(
+            whole, codec, grad, memory, seeds, run.meter, none, None, arena, faults=faults, layers=run.layers
+        )
 
     def _verifies(self, spec: LayerSpec, route: Route) -> bool:
         """Whether a parameter is verified in this step: it has been drawn, or goes by the rows of a layer that has."""

@@ -53,7 +53,7 @@ class AttachConfig:
         module: nn.Module,
         group: Any,
         compressor: Rules | Policy | Plan,
-        min_size: int,
+        min_size: int | None,
         hierarchy: Hierarchy | None = None,
         servers: Servers | None = None,
         *,
@@ -65,7 +65,7 @@ class AttachConfig:
             module: the DDP model, or the one inside.
             group: process group.
             compressor: as :class:`commlib.HookState` takes it.
-            min_size: layers with fewer values stay dense.
+            min_size: layers with fewer values stay dense; None: as each codec has it.
             hierarchy: nodes, if there are some: routes connect these, unless they are flat.
             servers: that may sum gradients, if there are any.
             idle: whether servers may have nothing to do.
@@ -103,7 +103,7 @@ class AttachConfig:
         group: Any,
         specs: Sequence[LayerSpec],
         policy: Policy,
-        min_size: int,
+        min_size: int | None,
         hierarchy: Hierarchy | None,
         servers: bool,
     ) -> AttachConfig:
@@ -225,10 +225,11 @@ def _no_rows(module: nn.Module, group: Any, device: torch.device, hierarchy: Hie
     return ""
 
 
-def _with_rows(module: nn.Module, min_size: int) -> tuple[frozenset[str], str]:
+def _with_rows(module: nn.Module, min_size: int | None) -> tuple[frozenset[str], str]:
     """The linear layers that have another exact way than dense; if there are none, why."""
     if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in module.modules()):
         return frozenset(), "the model is compiled, and catching rows would break its graph: dense"
+    least = Compressor.min_size if min_size is None else min_size
     known = linear_layers(inside(module), getattr(module, "parameters_to_ignore", ()))
-    large = frozenset(name for name, m in known.items() if m.weight.numel() >= min_size)
+    large = frozenset(name for name, m in known.items() if m.weight.numel() >= least)
     return large, "" if large else "no linear layer of its own has enough values: there is no other exact route"

@@ -79,6 +79,7 @@ class LayerTask:
         scales: what bounds the values of ``grad`` once they are decoded, if its codec says so (``scale_bytes``): of
             none of them, or of all, whatever its parts.
         faults: where the layer is verified in this step, what is found wrong; else None.
+        layers: of several that are coded as one, which begins at which value; empty for one layer.
     """
 
     spec: LayerSpec
@@ -93,6 +94,7 @@ class LayerTask:
     part: ChunkIndex = WHOLE
     scales: list[Tensor] = dataclasses.field(default_factory=list)
     faults: list[WrongGradient] | None = None
+    layers: Sequence[tuple[int, str]] = ()
 
     def encode(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
         """Compress a part of the gradient; with ``faults``, see that what is sent and held back is what was given."""
@@ -111,7 +113,7 @@ class LayerTask:
         if off.numel() and bool(given.isfinite().all()) and not float(off.max()) <= 1e-4 * float(given.abs().max()):
             at = int(off.argmax())
             self.fault(
-                self.spec.name,
+                next((name for start, name in reversed(self.layers) if start <= at), self.spec.name),
                 f"{self.codec} was given {float(given.view(-1)[at]):g} at value {at} of a part of it "
                 f"(gradient and residual), and has sent and kept {float(kept.view(-1)[at]):g}: the codec loses or adds "
                 'gradient; give the layer another one, as "none"',
@@ -128,7 +130,8 @@ class LayerTask:
             return self
         rows = self.part.of(self.codec, self.spec)
         memory = self.memory.rows(rows.start, rows.stop)
-        return dataclasses.replace(self, spec=rows.spec, grad=self.rows(rows), memory=memory, part=WHOLE)
+        layers = [(start - rows.start, name) for start, name in self.layers]
+        return dataclasses.replace(self, spec=rows.spec, grad=self.rows(rows), memory=memory, part=WHOLE, layers=layers)
 
     def rows(self, stripe: Stripe | None = None) -> Tensor:
         """The gradient, spec-shaped, or some rows of it."""

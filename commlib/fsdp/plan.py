@@ -52,7 +52,12 @@ class Replicas(Hierarchy):
 
 
 def plan_of(
-    specs: Sequence[LayerSpec], rules: Rules | Policy | Plan, *, world: int, min_size: int, replicas: Replicas | None
+    specs: Sequence[LayerSpec],
+    rules: Rules | Policy | Plan,
+    *,
+    world: int,
+    min_size: int | None,
+    replicas: Replicas | None,
 ) -> Plan:
     """How gradients travel to their owners, or under HSDP between replicas: by the codecs of rules, or as they are.
 
@@ -91,7 +96,7 @@ def _rows(p: PlannedLayer) -> str:
     return "the rows of a layer's input are not caught under FSDP2" if p.route.by_rows else ""
 
 
-def _to_owners(specs: Sequence[LayerSpec], rules: Rules, world: int, min_size: int) -> Plan:
+def _to_owners(specs: Sequence[LayerSpec], rules: Rules, world: int, min_size: int | None) -> Plan:
     named = {k: _alone(r) for k, r in rules.items()} if isinstance(rules, Mapping) else _alone(rules)
     made = make_plan(specs, named, world=world, min_size=min_size)
     return Plan({p.spec.name: _carried(p) for p in made}, world)
@@ -120,13 +125,13 @@ def _carried(p: PlannedLayer) -> PlannedLayer:
     return dataclasses.replace(p, route=Route(TO_OWNERS, p.route.codec), dense=Route(TO_OWNERS, p.dense.codec))
 
 
-def codecs_of(specs: Sequence[LayerSpec], rules: Rules | None, min_size: int) -> dict[str, Compressor]:
+def codecs_of(specs: Sequence[LayerSpec], rules: Rules | None, min_size: int | None) -> dict[str, Compressor]:
     """Parameter → the codec by which its values come from their owners; those that come as they are are not there.
 
     Args:
         specs: this rank's chunks, of floating-point parameters.
         rules: a codec, or a mapping from name patterns to codecs; None: as they are.
-        min_size: chunks with fewer values come as they are.
+        min_size: chunks with fewer values come as they are; None: 1,024.
 
     Raises:
         ValueError: a bad rule, or a codec that remembers or draws something: then the values of a forward pass and of
@@ -143,10 +148,10 @@ def codecs_of(specs: Sequence[LayerSpec], rules: Rules | None, min_size: int) ->
             raise ValueError(
                 f"parameters: rule {pattern!r} matches no parameter (there are: {', '.join(names[:8])}, …)"
             )
-    found = {}
+    found, least = {}, Compressor.min_size if min_size is None else min_size
     for spec in specs:
         codec = next((codec for pattern, codec in named if fnmatchcase(spec.name, pattern)), None)
-        if codec is None or codec.lossless or spec.numel < min_size or not spec.dtype.is_floating_point:
+        if codec is None or codec.lossless or spec.numel < least or not spec.dtype.is_floating_point:
             continue
         if codec.refuse(spec) is None and codec.nbytes(spec) < spec.nbytes:
             found[spec.name] = codec
@@ -223,7 +228,7 @@ def choice_of(
     parameters: Rules | Policy | None,
     *,
     world: int,
-    min_size: int,
+    min_size: int | None,
     replicas: Replicas | None,
     halves: Collection[str],
 ) -> Choice:

@@ -57,7 +57,7 @@ class ShardedState:
             they are. None: as they are.
         scaler: the GradScaler in use, so that residuals follow when its scale moves.
         dense_steps: gradients of the first so many steps go uncompressed.
-        min_size: layers with fewer values are not compressed.
+        min_size: layers with fewer values are not compressed; None: as in :class:`commlib.HookState`.
         seed: of random codecs.
         timeout: seconds to wait for the other ranks here.
 
@@ -76,7 +76,7 @@ class ShardedState:
         parameters: Rules | Policy | None = None,
         scaler: Any = None,
         dense_steps: int = 0,
-        min_size: int = 1024,
+        min_size: int | None = None,
         seed: int = 0,
         timeout: float = 300.0,
     ) -> None:
@@ -87,7 +87,7 @@ class ShardedState:
         replicas = None if between is None else Replicas.of(shard, World(between.rank(), between.size()))
         meetings = [(g, meeting_place(g, w), w) for g, w in _groups(group, between, shard, replicas)]
         try:
-            check_numbers(timeout, dense_steps=dense_steps, min_size=min_size, seed=seed)
+            check_numbers(timeout, dense_steps=dense_steps, min_size=0 if min_size is None else min_size, seed=seed)
             specs = [spec for unit in units for spec in unit.specs.values()]
             chunks = [spec for unit in units for spec in unit.gathered()]
             if parameters is not None and units[0].alone is not None:

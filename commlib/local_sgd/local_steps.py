@@ -94,7 +94,7 @@ class LocalSteps:
         hierarchy: True (nodes by torchrun's environment) or a DeviceMesh: ranks of a node have the same values, by a
             DDP of theirs, and nodes take local steps (docs/hierarchy.md).
         process_group: of the ranks; by default all.
-        min_size: layers with fewer values are sent as they are.
+        min_size: layers with fewer values are sent as they are; None: as in :class:`commlib.HookState`.
         seed: of the random codecs.
         timeout: seconds to wait for the other ranks here.
 
@@ -117,7 +117,7 @@ class LocalSteps:
         optimizer: Optimizer | None = None,
         hierarchy: Any = None,
         process_group: Any = None,
-        min_size: int = 1024,
+        min_size: int | None = None,
         seed: int = 0,
         timeout: float = 300.0,
     ) -> None:

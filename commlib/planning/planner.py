@@ -12,11 +12,11 @@ from commlib.planning.route import Route, Rules, resolve
 from commlib.runtime.layers import LayerSpec
 
 
-def make_plan(specs: Sequence[LayerSpec], rules: Rules, *, world: int, min_size: int) -> Plan:
+def make_plan(specs: Sequence[LayerSpec], rules: Rules, *, world: int, min_size: int | None) -> Plan:
     """The plan for a model's layers. The first rule whose pattern matches a layer's name decides.
 
-    A layer stays dense if no rule matches it, if it has fewer than ``min_size`` values, if the codec
-    refuses it (a vector for powersgd), or if its payload would be no smaller than the gradient.
+    A layer stays dense if no rule matches it, if it has fewer than ``min_size`` values (None: the codec's own), if the
+    codec refuses it (a vector for powersgd), or if its payload would be no smaller than the gradient.
 
     Raises:
         ValueError, TypeError: a bad rule, or a pattern that matches no layer.
@@ -50,7 +50,7 @@ def _with_weight(bias: PlannedLayer, weight: PlannedLayer) -> PlannedLayer:
     return bias
 
 
-def _plan_layer(spec: LayerSpec, match: tuple[str, Route] | None, world: int, min_size: int) -> PlannedLayer:
+def _plan_layer(spec: LayerSpec, match: tuple[str, Route] | None, world: int, min_size: int | None) -> PlannedLayer:
     plain = resolve("none", world)
     if spec.sparse:
         return _plan_sparse(spec, match, min_size)
@@ -61,8 +61,9 @@ def _plan_layer(spec: LayerSpec, match: tuple[str, Route] | None, world: int, mi
     dense = plain if form is None else Route("dense", form)
     if route.exchange == "dense" and route.codec.lossless:
         return PlannedLayer(spec, route, route, f"rule {pattern!r}")
-    if spec.numel < min_size:
-        return PlannedLayer(spec, dense, dense, f"{spec.numel} values < min_size={min_size}")
+    least = route.codec.min_size if min_size is None else min_size
+    if spec.numel < least:
+        return PlannedLayer(spec, dense, dense, f"{spec.numel} values < min_size={least}")
     reason = route.codec.refuse(spec) or route.refuse(spec)
     if reason is None and not route.codec.lossless and route.codec.nbytes(spec) >= spec.nbytes:
         reason = f"its payload of {route.codec.nbytes(spec)} bytes would be no smaller than {spec.nbytes}"
@@ -71,7 +72,7 @@ def _plan_layer(spec: LayerSpec, match: tuple[str, Route] | None, world: int, mi
     return PlannedLayer(spec, route, dense, f"rule {pattern!r}")
 
 
-def _plan_sparse(spec: LayerSpec, match: tuple[str, Route] | None, min_size: int) -> PlannedLayer:
+def _plan_sparse(spec: LayerSpec, match: tuple[str, Route] | None, min_size: int | None) -> PlannedLayer:
     """Rows and values, whatever the rule; but its codec is taken, if it may be.
 
     Raises:
@@ -84,8 +85,9 @@ def _plan_sparse(spec: LayerSpec, match: tuple[str, Route] | None, min_size: int
     reason = route.refuse(spec)
     if reason and pattern == spec.name:
         raise ValueError(f"rule {pattern!r}: {route.codec} cannot carry a sparse gradient: {reason}")
-    if spec.numel < min_size:
-        reason = f"{spec.numel} values < min_size={min_size}"
+    least = route.codec.min_size if min_size is None else min_size
+    if spec.numel < least:
+        reason = f"{spec.numel} values < min_size={least}"
     if reason:
         return PlannedLayer(spec, exact, exact, f"{why}; not by {route.codec}: {reason}")
     return PlannedLayer(spec, route, exact, f"{why}; rule {pattern!r}")

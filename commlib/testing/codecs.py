@@ -76,6 +76,7 @@ def check_compressor(codec: Compressor | str, *, seed: int = 0) -> None:
             check_non_finite(each, spec, seed=seed)
             check_scales(each, spec, seed=seed)
             check_memory(each, spec, seed=seed)
+            check_elementwise(each, spec, seed=seed)
         check_decode(plain, spec, seed=seed)
         check_feedback(plain, spec, seed=seed)
         check_contraction(plain, spec, seed=seed)
@@ -236,6 +237,29 @@ def check_feedback(codec: Compressor, spec: LayerSpec, *, seed: int = 0) -> None
         size = max([size, *(float(v.abs().amax()) for v in memory.new.values() if v.numel())])
     owed = sum((memory.new[k].double() for k, s in codec.slots(spec).items() if s.role == "pending"), sent)
     require(bool(((owed - total).abs() <= 1e-4 * size).all()), codec, spec, "sent + residual is not the sum of the x")
+
+
+def check_elementwise(codec: Compressor, spec: LayerSpec, *, seed: int = 0) -> None:
+    """Where it says so: a tensor and another side by side are coded as each of them, and so are slots."""
+    if not codec.elementwise:
+        return
+    require(not codec.random, codec, spec, "is elementwise and draws at random: layers side by side get other numbers")
+    sides = [normal(spec, seed), 3.0 * normal(spec, seed + 1)]
+    memories = [Memory.zeros(codec, spec) for _ in sides]
+    whole = LayerSpec("test", (2 * spec.numel,))
+    together = Memory.zeros(codec, whole)
+    require(all(s.init == "zeros" for s in codec.slots(spec).values()), codec, spec, "has slots that are not zeros")
+    for _ in range(2):
+        payloads = [encode(codec, x, seed, m) for x, m in zip(sides, memories, strict=True)]
+        payload = encode(codec, torch.cat([x.view(-1) for x in sides]), seed, together)
+        require(torch.equal(payload, torch.cat(payloads)), codec, spec, "is not elementwise: payloads differ")
+        decoded = [decode(codec, p, spec, seed).view(-1) for p in payloads]
+        require(
+            torch.equal(decode(codec, payload, whole, seed), torch.cat(decoded)), codec, spec, "decodes otherwise so"
+        )
+        for key, value in together.new.items():
+            kept = torch.cat([m.new[key].view(-1) for m in memories])
+            require(torch.equal(value, kept), codec, spec, f"slot {key!r} differs: it is not elementwise")
 
 
 def check_contraction(codec: Compressor, spec: LayerSpec, *, seed: int = 0) -> None:

@@ -51,7 +51,7 @@ class LayerCut:
         return slice(stripe.start * width, stripe.stop * width)
 
 
-def plan_of(specs: Sequence[LayerSpec], rules: Rules, *, world: int, min_size: int) -> Plan:
+def plan_of(specs: Sequence[LayerSpec], rules: Rules, *, world: int, min_size: int | None) -> Plan:
     """How gradients travel to owners: by the codecs of rules, or as they are.
 
     Raises:

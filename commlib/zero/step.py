@@ -63,7 +63,7 @@ class ShardedStep:
             as elsewhere. Values come back as they are.
         process_group: of the ranks; by default all.
         scaler: the ``torch.amp.GradScaler`` in use; after :meth:`step` comes ``scaler.update()``.
-        min_size: layers with fewer values are not compressed.
+        min_size: layers with fewer values are not compressed; None: as in :class:`commlib.HookState`.
         seed: of random codecs.
         timeout: seconds to wait for the other ranks here.
         nbytes: of gradients that leave together, about.
@@ -82,7 +82,7 @@ class ShardedStep:
         *,
         process_group: Any = None,
         scaler: Any = None,
-        min_size: int = 1024,
+        min_size: int | None = None,
         seed: int = 0,
         timeout: float = 300.0,
         nbytes: int = NBYTES,
@@ -93,7 +93,7 @@ class ShardedStep:
         try:
             if isinstance(model, DistributedDataParallel):
                 raise TypeError("the model is wrapped in DDP, which exchanges gradients: give the module that it wraps")
-            check_numbers(timeout, min_size=min_size, seed=seed, nbytes=nbytes)
+            check_numbers(timeout, min_size=0 if min_size is None else min_size, seed=seed, nbytes=nbytes)
             self._parameters = trained_parameters(model)
             by_group(optimizer, all_parameters(model))  # or raises: a parameter is missing, or a stranger
             check_optimizer(optimizer, self._parameters)

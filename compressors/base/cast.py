@@ -13,6 +13,8 @@ from commlib.compressors.kernels.dispatch import kernels
 class Cast(Fused):
     """Payload: the values rounded to the nearest in ``wire``, 2 bytes each; may be summed by an all-reduce."""
 
+    elementwise = True
+    min_size = 0  # all layers of a bucket go as one, in one collective
     default_exchange = "dense"
     wire: torch.dtype
 

@@ -16,9 +16,9 @@ REPORT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_red_tests_are_those_that_failed_or_could_not_be_set_up_with_the_first_line_of_why() -> None:
+def test_red_tests_are_those_that_failed_or_could_not_be_set_up_with_why_in_a_line_and_whole() -> None:
     red = steady.red_in(ET.fromstring(REPORT))
-    assert red == {"tests.a::test_red[1]": "assert 1 == 2", "tests.b::test_leaves": "left behind: a thread"}
+    assert red == {"tests.a::test_red[1]": "assert 1 == 2\n…", "tests.b::test_leaves": "left behind: a thread\n"}
 
 
 def test_each_core_is_busy_inside_the_block_and_nobody_is_left_after_it() -> None:

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
@@ -46,7 +47,7 @@ def run(cores: Sequence[int], options: Sequence[str], workers: int) -> tuple[dic
     """Run the fast tier once on these cores, under load.
 
     Returns:
-        Each red test and the first line of why; and pytest's last line.
+        Each red test and why; and pytest's last line.
     """
     with tempfile.TemporaryDirectory() as folder, load(cores):
         report = Path(folder) / "report.xml"
@@ -73,14 +74,14 @@ def run(cores: Sequence[int], options: Sequence[str], workers: int) -> tuple[dic
 
 
 def red_in(report: ET.Element) -> dict[str, str]:
-    """Red tests of a JUnit report, and the first line of why."""
+    """Red tests of a JUnit report, and why: in a line, and below it all that pytest says."""
     red: dict[str, str] = {}
     for case in report.iter("testcase"):
         for kind in ("failure", "error"):
             if (found := case.find(kind)) is not None:
-                why = (found.get("message") or found.text or kind).strip().splitlines()
-                name = f"{case.get('classname')}::{case.get('name')}"
-                red[name] = f"{red[name]}; {why[0]}" if name in red else why[0]  # a failure, and then an error, too
+                line = (found.get("message") or found.text or kind).strip().splitlines()[0]
+                name, why = f"{case.get('classname')}::{case.get('name')}", f"{line}\n{found.text or ''}"
+                red[name] = f"{red[name]}\n{why}" if name in red else why  # a failure, and then an error, too
     return red
 
 
@@ -101,9 +102,10 @@ def main() -> int:
         for test, reason in red.items():
             ever[test].append(n)
             why.setdefault(test, reason)
-            print(f"    red: {test}\n        {reason[:300]}", flush=True)
+            print(f"    red: {test}\n{textwrap.indent(reason, 8 * ' ')}", flush=True)  # the stacks of a hang, too
     for test, runs in ever.items():
-        print(f"red in {len(runs)} of {given.runs} runs ({', '.join(map(str, runs))}): {test}\n    {why[test][:300]}")
+        line = why[test].splitlines()[0][:300]
+        print(f"red in {len(runs)} of {given.runs} runs ({', '.join(map(str, runs))}): {test}\n    {line}")
     print(f"{len(ever)} tests were ever red in {given.runs} runs")
     return 1 if ever else 0
 

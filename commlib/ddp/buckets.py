@@ -171,7 +171,7 @@ class BucketPlanner:
         self._nodes = world.size if levels is None else levels.inter.size
         self._dense_steps, self._seed = dense_steps, seed
         self._arenas: dict[tuple[str, int], StepBuffers] = {}
-        self._parts: dict[tuple[str, int], Meter] = {}
+        self._parts: dict[tuple[Meter, int], Meter] = {}
 
     def plain(self, bucket: Any, plan: Plan) -> PlainBucket | None:
         """Plain bucket for a bucket that need not be sorted: all of it goes uncompressed, and nothing is held back."""
@@ -276,13 +276,13 @@ class BucketPlanner:
         for item in (i for items in routes.values() for i in items):
             self._arenas[item.spec.name, item.part.index] = item.arena
 
-    def _own(self, layer: str, part: int) -> tuple[StepBuffers, Meter]:
+    def _own(self, item: LayerTask, part: int) -> tuple[StepBuffers, Meter]:
         """Buffers and meter of a part, for good: threads may be at work on several parts of a layer, and a meter is one
         thread's."""
-        if (layer, part) not in self._parts:
-            whole = self.meters[layer]
-            self._parts[layer, part] = Meter.of_all(whole.device, [(whole, 1)])
-        return self._arena(layer, part), self._parts[layer, part]
+        whole = item.meter
+        if (whole, part) not in self._parts:
+            self._parts[whole, part] = Meter.of_all(whole.device, [(whole, 1)])
+        return self._arena(item.spec.name, part), self._parts[whole, part]
 
     def _arena(self, layer: str, part: int) -> StepBuffers:
         arena = self._arenas.pop((layer, part), None) or StepBuffers()

@@ -28,7 +28,7 @@ _CUT = ("dense", "gather", "scatter_gather")
 Routes = Mapping[str, Sequence[LayerTask]]
 
 
-Own = Callable[[str, int], tuple[StepBuffers, Meter]]
+Own = Callable[[LayerTask, int], tuple[StepBuffers, Meter]]
 """Of a layer's part: what it has for itself."""
 
 
@@ -56,7 +56,7 @@ def _split(item: LayerTask, parts: int, own: Own) -> list[LayerTask]:
     if parts == 1:
         return [item]
     first = item.arena, item.meter
-    return [_part(item, ChunkIndex(i, parts), *(own(item.spec.name, i) if i else first)) for i in range(parts)]
+    return [_part(item, ChunkIndex(i, parts), *(own(item, i) if i else first)) for i in range(parts)]
 
 
 def _part(item: LayerTask, which: ChunkIndex, arena: StepBuffers, meter: Meter) -> LayerTask:

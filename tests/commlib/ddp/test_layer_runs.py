@@ -15,6 +15,7 @@ from commlib.codecs.error_feedback import ErrorFeedback
 from commlib.codecs.slots import Memory
 from commlib.compressors.fp16 import Float16
 from commlib.ddp.buckets import BucketPlanner
+from commlib.exchange import chunking
 from commlib.groups.world import World
 from tests.support.rank_pool import Fleet
 from tests.support.tiers import full
@@ -45,11 +46,12 @@ class Sizes(list[int]):
 
 
 def course(
-    world: World, rule: Any, alone: bool, options: dict[str, Any], permuted: bool
+    world: World, rule: Any, alone: bool, options: dict[str, Any], permuted: bool, part: int = chunking.SIZE
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int], int]:
     """Weights and what is held back, by name, after some steps; sizes of runs; bytes."""
     ddp = DistributedDataParallel(model(permuted), bucket_cap_mb=0.001)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunking, "SIZE", part)
         if alone:
             patch.setattr(BucketPlanner, "_in_runs", lambda self: False)
         comm = commlib.attach(ddp, rule, **options)
@@ -98,6 +100,16 @@ def test_weights_and_residuals_are_those_of_layers_one_by_one(
         assert max(sizes) >= 2
         assert sizes_1 == []
         assert sent <= sent_1  # no layer is padded to a multiple of 8 bytes
+
+
+def test_a_large_run_travels_in_parts(fleet: Fleet) -> None:
+    options = {"verify": 2}
+    runs, layers = (fleet.run(2, course, "fp16", alone, options, False, 200) for alone in (False, True))
+    for (weights, held, sizes, sent), (weights_1, held_1, *_) in zip(runs, layers, strict=True):
+        assert same(weights, weights_1)
+        assert same(held, held_1)
+        assert max(sizes) >= 2
+        assert sent > 0
 
 
 @pytest.mark.full

@@ -45,7 +45,7 @@ def item(route: Route, grad: Tensor, store: MemoryStore, world: World, step: int
     return LayerTask(spec, route.codec, grad, memory, Seeds(0, step, "layer"), Meter(grad.device), owner)
 
 
-def own(layer: LayerTask, part: int) -> tuple[StepBuffers, Meter]:
+def own(of: object, part: int) -> tuple[StepBuffers, Meter]:
     return StepBuffers(), Meter(torch.device("cpu"))
 
 

@@ -79,7 +79,7 @@ class MemoryStore:
             self._will_write(pair, filled=True)
         return Memory(old, new)
 
-    def run(self, names: tuple[str, ...], specs: Sequence[LayerSpec], slots: Collection[str]) -> Memory:
+    def run(self, names: tuple[str, ...], specs: Sequence[LayerSpec], slots: Mapping[str, Slot]) -> Memory:
         """The slots of layers side by side, as if of one, for the step under way, which must write all of them.
 
         What is kept is each layer's, as by :meth:`memory`.
@@ -87,14 +87,14 @@ class MemoryStore:
         Args:
             names: of the layers, in order.
             specs: the layers.
-            slots: names of what each has; of the layer's shape, pending, and zeros at first.
+            slots: what each has, of the layer's own shape, and zeros at first.
         """
         self._committed = []
         old, new = {}, {}
-        for key in slots:
+        for key, slot in slots.items():
             run = self._runs.get((names, key))
             if run is None or not self._fits(run, key):
-                run = self._lay(names, key, specs)
+                run = self._lay(names, key, slot, specs)
             live = run.pairs[0].live
             old[key], new[key] = run.tensors[live], run.tensors[1 - live]
             for pair in run.pairs:
@@ -109,7 +109,7 @@ class MemoryStore:
             for name, pair in zip(run.names, run.pairs, strict=True)
         )
 
-    def _lay(self, names: tuple[str, ...], key: str, specs: Sequence[LayerSpec]) -> _Run:
+    def _lay(self, names: tuple[str, ...], key: str, slot: Slot, specs: Sequence[LayerSpec]) -> _Run:
         """Makes room for a slot of layers side by side, and takes there what they keep."""
         sizes, device = [spec.numel for spec in specs], specs[0].device
         tensors = [scratch.zeros((sum(sizes),), torch.float32, device) for _ in range(2)]
@@ -121,7 +121,7 @@ class MemoryStore:
             if before is not None and (before.slot.shape, before.start) != (spec.shape, 0):
                 self._set_aside(layer, key)
                 before = None
-            pair = _Pair(Slot(spec.shape), [view.view(spec.shape) for view in views])
+            pair = _Pair(dataclasses.replace(slot, shape=spec.shape), [view.view(spec.shape) for view in views])
             if before is not None and before.filled[before.live]:
                 pair.tensors[0].copy_(before.tensors[before.live])
                 pair.filled[0] = True

@@ -40,7 +40,7 @@ def test_a_loss_scale_that_is_none_leaves_what_is_held_back_alone(unit: float) -
 
 
 def run_of(store: MemoryStore, *names: str) -> Memory:
-    return store.run(names, [LayerSpec(name, (2, 3)) for name in names], ["residual"])
+    return store.run(names, [LayerSpec(name, (2, 3)) for name in names], {"residual": Slot(())})
 
 
 def each(store: MemoryStore) -> dict[str, list[float]]:
@@ -104,6 +104,15 @@ def test_a_run_holds_what_its_layers_would_by_themselves(course: list[str], data
                 if what == "undo":
                     store.undo()
         assert each(runs) == each(layers)
+
+
+def test_what_is_owed_to_nobody_is_not_held_back_by_a_run_either() -> None:
+    store = MemoryStore()
+    specs = [LayerSpec(name, (2, 3)) for name in "ab"]
+    store.run(("a", "b"), specs, {"momentum": Slot((12,), role="local")}).new["momentum"].fill_(1.0)
+    store.commit()
+    assert each(store) == {}
+    assert {slots["momentum"]["role"] for slots in store.export().values()} == {"local"}
 
 
 def test_a_layer_with_more_than_its_run_uses_is_found() -> None:

@@ -109,15 +109,15 @@ class DGC(SparseCodec):
 
     def encode(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
         g = clipped(x, self.clip)
-        carry, v = Carry(memory.old["residual"], memory.new["residual"]), memory.new["residual"]
+        carry = Carry(memory.old["residual"], memory.new["residual"])
         if not self.momentum:
-            self._take_out(v.view(-1), self._encode_largest(g, payload, seed, carry), payload, seed)
+            self._take_out(carry, *self._encode_largest(g, payload, seed, carry), payload, seed)
             return
         u = memory.new["momentum"]
         k, old = kept(self.ratio, g.numel()), memory.old["momentum"]
         places, values = kernels(g).largest_moved(g, k, self.momentum, old, u, carry, nesterov=self.nesterov)
         self._write(places, values, g.numel(), payload, seed)
-        self._take_out(v.view(-1), places, payload, seed)
+        self._take_out(carry, places, values, payload, seed)
         u.view(-1).index_fill_(0, places, 0.0)
 
     def contraction(self, spec: LayerSpec) -> float | None:

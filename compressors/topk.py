@@ -9,7 +9,7 @@ from torch import Tensor
 
 from commlib.codecs.base import Carry, Memory
 from commlib.compressors.base.sparse import SparseCodec, kept
-from commlib.compressors.kernels.reference.topk import largest_of_each
+from commlib.compressors.kernels.reference.topk import joined, largest_of_each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +27,7 @@ class TopK(SparseCodec):
     chunk: int = 0
 
     name = "topk"
+    takes_short = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,8 +38,8 @@ class TopK(SparseCodec):
         self._encode_largest(x, payload, seed)
 
     def encode_feedback(self, x: Tensor, carry: Carry, payload: Tensor, *, memory: Memory, seed: int) -> None:
-        places = self._encode_largest(x, payload, seed, carry)
-        self._take_out(carry.new.view(-1), places, payload, seed)
+        places, values = self._encode_largest(x, payload, seed, carry)
+        self._take_out(carry, places, values, payload, seed)
 
     def _count(self, n: int) -> int:
         if not self.chunk:
@@ -49,7 +50,7 @@ class TopK(SparseCodec):
     def _largest(self, x: Tensor, carry: Carry | None) -> tuple[Tensor, Tensor]:
         if not self.chunk or x.numel() <= self.chunk:
             return super()._largest(x, carry)
-        v = (x if carry is None else torch.add(x, carry.old, out=carry.new)).view(-1)
+        v = joined(x.view(-1), carry)
         whole = v.numel() // self.chunk * self.chunk
         first = largest_of_each(v[:whole].view(-1, self.chunk), kept(self.ratio, self.chunk))
         last = largest_of_each(v[None, whole:], kept(self.ratio, v.numel() - whole))

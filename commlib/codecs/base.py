@@ -54,6 +54,7 @@ class Compressor(ABC):
         shared_seed: all ranks must be given the same seed, and decoding needs it too.
         elementwise: the payload of several layers side by side is their payloads side by side, and slots have the
             layers' shapes and begin as zeros; so a bucket's layers may be coded as one.
+        takes_short: :meth:`encode_feedback` takes a residual of a shorter format as it is, in the same pass.
         min_size: layers of fewer values go uncompressed where the user has not said how many.
         default_exchange: which exchange a plain spec string gets; None picks by world size.
     """
@@ -64,6 +65,7 @@ class Compressor(ABC):
     random: bool = False
     shared_seed: bool = False
     elementwise: bool = False
+    takes_short: bool = False
     min_size: int = 1024
     default_exchange: str | None = None
 
@@ -86,6 +88,10 @@ class Compressor(ABC):
         v = torch.add(x, carry.old, out=carry.new)
         self.encode(v, payload, memory=memory, seed=seed)
         self.decode(payload, v, add=True, scale=-1.0, seed=seed)
+
+    def encode_over(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
+        """As :meth:`encode`, and ``x`` may be overwritten: where that saves memory."""
+        self.encode(x, payload, memory=memory, seed=seed)
 
     def decode_sum(self, payloads: Tensor, out: Tensor, *, scale: float, seeds: Sequence[int]) -> None:
         """Write ``scale`` times the sum of what payloads, shape (P, nbytes), decode to, added in their order."""
@@ -140,7 +146,15 @@ class Compressor(ABC):
 
     # -- what a caller uses ---------------------------------------------------------------------
 
-    def compress(self, x: Tensor, payload: Tensor, *, memory: Memory | None = None, seed: int | None = None) -> None:
+    def compress(
+        self,
+        x: Tensor,
+        payload: Tensor,
+        *,
+        memory: Memory | None = None,
+        seed: int | None = None,
+        overwrite: bool = False,
+    ) -> None:
         """Compress a gradient.
 
         Args:
@@ -148,6 +162,7 @@ class Compressor(ABC):
             payload: contiguous uint8, shape ``(nbytes(spec),)``, starting at an 8-byte boundary.
             memory: the slots this codec declared, required if it declared any.
             seed: required if ``random``; a pure function of it and ``x`` is written.
+            overwrite: ``x`` may be overwritten, which saves a residual of a shorter format memory of its size.
 
         Raises:
             TypeError: ``x`` or ``payload`` has the wrong dtype.
@@ -158,7 +173,8 @@ class Compressor(ABC):
         missing = [k for k in self.slots(spec) if memory is None or k not in memory.old]
         if missing:
             raise ValueError(f"{self} needs memory for {', '.join(missing)}: pass memory=Memory.zeros(codec, spec)")
-        self.encode(x, payload, memory=memory or Memory({}, {}), seed=seed or 0)
+        encode = self.encode_over if overwrite else self.encode
+        encode(x, payload, memory=memory or Memory({}, {}), seed=seed or 0)
 
     def decompress(
         self, payload: Tensor, out: Tensor, *, add: bool = False, scale: float = 1.0, seed: int | None = None

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from commlib.codecs import residuals
 from commlib.codecs.base import Carry, Compressor, LayerSpec, Memory, Slot
+from commlib.runtime.scratch import scratch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,17 +22,22 @@ class ErrorFeedback(Compressor):
     Args:
         inner: the codec.
         decay: β: v = x + βr, so what is held back long fades away, as in SparseLoCo (arXiv 2508.15706); 1: it stays.
+        residual: format of r: ``float32``, or ``bfloat16`` in half the memory (:mod:`commlib.codecs.residuals`).
 
     Raises:
-        ValueError: if the codec is lossless or keeps a residual of its own; β is not in (0, 1].
+        ValueError: if the codec is lossless or keeps a residual of its own; β is not in (0, 1]; no such format.
     """
 
     inner: Compressor
     decay: float = 1.0
+    residual: str = "float32"
 
     def __post_init__(self) -> None:
         if not 0 < self.decay <= 1:
             raise ValueError(f"error feedback decays by a factor in (0, 1], got ef={self.decay}")
+        if self.residual not in residuals.DTYPES:
+            known = " or ".join(residuals.DTYPES)
+            raise ValueError(f"error feedback keeps its residual as {known}, got residual={self.residual}")
         if not self.inner.takes_feedback:
             raise ValueError(f"error feedback around '{self.inner}': it is lossless or keeps a residual of its own")
         for attr in ("name", "random", "shared_seed", "elementwise", "min_size", "default_exchange"):
@@ -40,12 +47,28 @@ class ErrorFeedback(Compressor):
         return self.inner.nbytes(spec)
 
     def slots(self, spec: LayerSpec) -> dict[str, Slot]:
-        return {"residual": Slot(spec.shape), **self.inner.slots(spec)}
+        return {"residual": Slot(spec.shape, dtype=residuals.DTYPES[self.residual]), **self.inner.slots(spec)}
 
     def encode(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
         old, new = memory.old["residual"], memory.new["residual"]
-        carry = Carry(old if self.decay == 1 else torch.mul(old, self.decay, out=new), new)
-        self.inner.encode_feedback(x, carry, payload, memory=memory, seed=seed)
+        if self._in_one_pass(new):
+            carry = Carry(old if self.decay == 1 else torch.mul(old, self.decay, out=new), new, memory.up)
+            self.inner.encode_feedback(x, carry, payload, memory=memory, seed=seed)
+        else:
+            v = scratch("feedback", x.shape, torch.float32, x.device).copy_(x)
+            self.encode_over(v, payload, memory=memory, seed=seed)
+
+    def encode_over(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
+        if self._in_one_pass(memory.new["residual"]):
+            self.encode(x, payload, memory=memory, seed=seed)
+            return
+        residuals.add(memory.old["residual"], x, self.decay)
+        self.inner.encode(x, payload, memory=memory, seed=seed)
+        self.inner.decode(payload, x, add=True, scale=-1.0, seed=seed)
+        residuals.shorten(x, memory.new["residual"], memory.up)
+
+    def _in_one_pass(self, new: Tensor) -> bool:
+        return new.dtype == torch.float32 or (self.inner.takes_short and self.decay == 1)
 
     def decode(self, payload: Tensor, out: Tensor, *, add: bool, scale: float, seed: int) -> None:
         self.inner.decode(payload, out, add=add, scale=scale, seed=seed)
@@ -73,7 +96,7 @@ class ErrorFeedback(Compressor):
 
     def at(self, step: int) -> Compressor:
         inner = self.inner.at(step)
-        return self if inner is self.inner else ErrorFeedback(inner, self.decay)
+        return self if inner is self.inner else dataclasses.replace(self, inner=inner)
 
     def kernels(self, like: Tensor) -> str:
         return self.inner.kernels(like)
@@ -91,9 +114,9 @@ class ErrorFeedback(Compressor):
 
     def options(self) -> dict[str, object]:
         inner = {k: v for k, v in self.inner.options().items() if k != "ef"}
-        if self.decay != 1:
-            return {**inner, "ef": self.decay}
-        return {**inner, "ef": True} if self.inner.unbiased else inner
+        if self.decay != 1 or self.inner.unbiased:
+            inner["ef"] = True if self.decay == 1 else self.decay
+        return inner if self.residual == ErrorFeedback.residual else {**inner, "residual": self.residual}
 
 
 def with_default_feedback(codec: Compressor) -> Compressor:

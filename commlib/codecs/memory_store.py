@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from commlib.codecs import residuals
 from commlib.codecs.base import LayerSpec, Memory, Slot, init_slot
 from commlib.codecs.slots import NODE, OWNER
 from commlib.runtime import scratch
@@ -26,6 +27,12 @@ class _Pair:
     start: int = 0  # first row of the layer, for an owner's stripe
     filled: list[bool] = dataclasses.field(default_factory=lambda: [False, False])  # or as good as zeros
 
+    def take(self, other: _Pair) -> None:
+        """Take what another of the same shape keeps, of whatever format."""
+        if other.filled[other.live]:
+            self.tensors[self.live].copy_(other.tensors[other.live])
+            self.filled[self.live] = True
+
 
 class _Run(NamedTuple):
     """Slot of several layers, which lie side by side in two flat tensors."""
@@ -40,13 +47,19 @@ class MemoryStore:
 
     Each slot has two buffers used in turn: a step reads one and writes the other, and they change roles
     when the step is known to be finite (:meth:`commit`). A step that is not is forgotten by leaving the
-    roles alone (:meth:`discard`). It costs memory but no traffic.
+    roles alone (:meth:`discard`). It costs memory but no traffic. A residual that is kept in another format than
+    the step asks for is converted.
 
     Buffers are made when first asked for. Values in gradient units are multiples of ``unit``, the loss
     scale of the last step.
+
+    Attributes:
+        unit: the loss scale.
+        step: number of the step under way, by which residuals of a shorter format are rounded.
     """
 
     def __init__(self) -> None:
+        self.step = 0
         self._pairs: dict[str, dict[str, _Pair]] = {}
         self._runs: dict[tuple[tuple[str, ...], str], _Run] = {}
         self._pending: list[_Pair] = []
@@ -70,14 +83,16 @@ class MemoryStore:
             if pair is not None and (pair.slot.shape, pair.start) != (slot.shape, start):
                 self._set_aside(layer, prefix + key)
                 pair = None
-            if pair is None:
-                first = init_slot(slot, spec, seed=_layer_seed(spec.name))
+            if pair is None or pair.slot.dtype != slot.dtype:
+                before, first = pair, init_slot(slot, spec, seed=_layer_seed(spec.name))
                 pair = layer[prefix + key] = _Pair(
                     slot, [first, scratch.zeros(first.shape, first.dtype, first.device)], start=start
                 )
+                if before is not None:
+                    pair.take(before)
             old[key], new[key] = pair.tensors[pair.live], pair.tensors[1 - pair.live]
             self._will_write(pair, filled=True)
-        return Memory(old, new)
+        return Memory(old, new, residuals.bar(self.step))
 
     def run(self, names: tuple[str, ...], specs: Sequence[LayerSpec], slots: Mapping[str, Slot]) -> Memory:
         """The slots of layers side by side, as if of one, for the step under way, which must write all of them.
@@ -93,13 +108,13 @@ class MemoryStore:
         old, new = {}, {}
         for key, slot in slots.items():
             run = self._runs.get((names, key))
-            if run is None or not self._fits(run, key):
+            if run is None or run.pairs[0].slot.dtype != slot.dtype or not self._fits(run, key):
                 run = self._lay(names, key, slot, specs)
             live = run.pairs[0].live
             old[key], new[key] = run.tensors[live], run.tensors[1 - live]
             for pair in run.pairs:
                 self._will_write(pair, filled=True)
-        return Memory(old, new)
+        return Memory(old, new, residuals.bar(self.step))
 
     def _fits(self, run: _Run, key: str) -> bool:
         """Whether all layers' values are where they were laid, and in the same of the two tensors."""
@@ -112,7 +127,7 @@ class MemoryStore:
     def _lay(self, names: tuple[str, ...], key: str, slot: Slot, specs: Sequence[LayerSpec]) -> _Run:
         """Makes room for a slot of layers side by side, and takes there what they keep."""
         sizes, device = [spec.numel for spec in specs], specs[0].device
-        tensors = [scratch.zeros((sum(sizes),), torch.float32, device) for _ in range(2)]
+        tensors = [scratch.zeros((sum(sizes),), slot.dtype, device) for _ in range(2)]
         parts = zip(*(torch.split(whole, sizes) for whole in tensors), strict=True)
         run = _Run(names, [], tensors)
         for spec, views in zip(specs, parts, strict=True):
@@ -122,9 +137,8 @@ class MemoryStore:
                 self._set_aside(layer, key)
                 before = None
             pair = _Pair(dataclasses.replace(slot, shape=spec.shape), [view.view(spec.shape) for view in views])
-            if before is not None and before.filled[before.live]:
-                pair.tensors[0].copy_(before.tensors[before.live])
-                pair.filled[0] = True
+            if before is not None:
+                pair.take(before)
             layer[key] = pair
             run.pairs.append(pair)
         self._runs = {at: each for at, each in self._runs.items() if self._fits(each, at[1])}
@@ -252,8 +266,8 @@ class MemoryStore:
     def restore(self, name: str, key: str, slot: Slot, value: Tensor, *, start: int = 0) -> None:
         """Puts a committed value back, given in unscaled units."""
         pair = self._pairs.setdefault(name, {}).get(key)
-        if pair is None or pair.slot.shape != slot.shape:
-            pair = _Pair(slot, [scratch.zeros(value.shape, value.dtype, value.device) for _ in range(2)], start=start)
+        if pair is None or (pair.slot.shape, pair.slot.dtype) != (slot.shape, slot.dtype):
+            pair = _Pair(slot, [scratch.zeros(value.shape, slot.dtype, value.device) for _ in range(2)], start=start)
             self._pairs[name][key] = pair
         live = pair.tensors[pair.live]
         live.copy_(value)
@@ -266,7 +280,7 @@ class MemoryStore:
         self._pairs, self._runs, self._pending = {}, {}, []
 
     def _unscaled(self, pair: _Pair) -> Tensor:
-        value = pair.tensors[pair.live].clone()
+        value = pair.tensors[pair.live].to(torch.float32, copy=True)
         return value if pair.slot.role == "replicated" or self.unit == 1.0 else value.div_(self.unit)
 
 

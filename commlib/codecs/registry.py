@@ -13,6 +13,7 @@ Compiling codecs' loops before training needs them.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint
@@ -63,10 +64,18 @@ def make(spec: str | Compressor) -> Compressor:
         raise TypeError(f"a compressor is a spec string or a Compressor, not {type(spec).__name__}")
     name, options = split("compressor", spec)
     feedback = _feedback(spec, options.pop("ef")) if "ef" in options else None
+    residual = options.pop("residual", None)
     codec = _build(name, options)
-    if feedback is None:
-        return with_default_feedback(codec)
-    return ErrorFeedback(codec, feedback) if feedback else codec
+    found = with_default_feedback(codec)
+    if feedback is not None:
+        found = ErrorFeedback(codec, feedback) if feedback else codec
+    if residual is None:
+        return found
+    if not isinstance(found, ErrorFeedback):
+        raise ValueError(
+            f"{spec!r}: residual={residual} is for error feedback, which it has not: leave it out, or ef=on"
+        )
+    return dataclasses.replace(found, residual=residual)
 
 
 def make_plain(spec: str) -> Compressor:
@@ -83,7 +92,7 @@ def _feedback(spec: str, text: str) -> float:
 
 
 def _build(name: str, options: Mapping[str, str]) -> Compressor:
-    return build(load(name), name, options, also=("ef",))
+    return build(load(name), name, options, also=("ef", "residual"))
 
 
 _SHAPE = (8, 16)

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from commlib.codecs import residuals
 from commlib.runtime import scratch
 from commlib.runtime.layers import LayerSpec
 
@@ -20,7 +21,7 @@ NODE = "node."
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Float32 tensor that a codec keeps for one layer between steps.
+    """Tensor that a codec keeps for one layer between steps.
 
     Args:
         shape: its shape.
@@ -30,21 +31,30 @@ class Slot:
             anyone (a momentum): treated alike. ``"replicated"`` — the same on every rank and without
             a unit (a basis).
         init: ``"zeros"``, or ``"normal"`` — standard normal, seeded by the layer and equal on all ranks.
+        dtype: float32, or bfloat16 (:mod:`commlib.codecs.residuals`).
     """
 
     shape: tuple[int, ...]
     role: Literal["pending", "local", "replicated"] = "pending"
     init: Literal["zeros", "normal"] = "zeros"
+    dtype: torch.dtype = torch.float32
 
 
 class Carry(NamedTuple):
     """Error feedback in a codec's own pass: x + ``old`` is encoded, and ``new`` is left with what was not sent of it.
 
-    Float32, contiguous, of x's shape; the two may be one tensor.
+    Float32, contiguous, of x's shape; the two may be one tensor. Or both bfloat16, and then ``up`` rounds what is left
+    (:mod:`commlib.codecs.residuals`): only a codec that ``takes_short`` is handed such ones.
     """
 
     old: Tensor
     new: Tensor
+    up: int = 0
+
+    @property
+    def short(self) -> bool:
+        """Whether they are of a shorter format than float32."""
+        return self.new.dtype != torch.float32
 
 
 class HasSlots(Protocol):
@@ -61,10 +71,16 @@ class Memory:
     They are two tensors, so that a step that turns out to be non-finite can be forgotten by not
     swapping them. A caller who does not need that may pass the same tensors twice: codecs must
     work in place as well.
+
+    Attributes:
+        old: slots, by name, as the last step that counted left them.
+        new: the same slots as this step leaves them.
+        up: how residuals of a shorter format are rounded in this step (:func:`commlib.codecs.residuals.bar`).
     """
 
     old: Mapping[str, Tensor]
     new: Mapping[str, Tensor]
+    up: int = residuals.bar(0)
 
     @classmethod
     def zeros(cls, codec: HasSlots, spec: LayerSpec) -> Memory:
@@ -77,12 +93,13 @@ class Memory:
         return Memory(
             {k: v[start:stop] for k, v in self.old.items()},
             {k: v[start:stop] for k, v in self.new.items()},
+            self.up,
         )
 
 
 def init_slot(slot: Slot, spec: LayerSpec, *, seed: int) -> Tensor:
-    """A slot's first value, float32 on the layer's device."""
+    """A slot's first value, on the layer's device."""
     if slot.init == "zeros":
-        return scratch.zeros(slot.shape, torch.float32, spec.device)
+        return scratch.zeros(slot.shape, slot.dtype, spec.device)
     gen = torch.Generator().manual_seed(seed)  # on the CPU: the same numbers on every kind of device
-    return torch.randn(slot.shape, generator=gen, dtype=torch.float32).to(spec.device)
+    return torch.randn(slot.shape, generator=gen, dtype=torch.float32).to(spec.device, slot.dtype)

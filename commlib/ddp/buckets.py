@@ -316,7 +316,8 @@ class BucketPlanner:
             self.gauge.note(name, codec, grad, memory, self._steps.count)
         seeds = Seeds(self._seed, self._steps.count, name)
         faults = self.faults if self._verifies(spec, route) else None
-        return LayerTask(spec, codec, grad, memory, seeds, meter, owner, trip, self._arena(name, 0), faults=faults)
+        arena = self._arena(name, 0)
+        return LayerTask(spec, codec, grad, memory, seeds, meter, owner, trip, arena, faults=faults, overwrite=True)
 
     def _in_runs(self) -> bool:
         """Whether layers may be coded as one in this step: none is cut by nodes, and all go by plan."""
@@ -338,8 +339,9 @@ class BucketPlanner:
         faults = self.faults if self.verified() in run.names else None
         seeds, arena, none = Seeds(self._seed, count, whole.name), self._arena(whole.name, 0), Memory({}, {})
         return LayerTask(
-            whole, codec, grad, memory, seeds, run.meter, none, None, arena, faults=faults, layers=run.layers
-        )
+            whole, codec, grad, memory, seeds, run.meter, none, None, arena, faults=faults, layers=run.layers,
+            overwrite=True,
+        )  # fmt: skip
 
     def _verifies(self, spec: LayerSpec, route: Route) -> bool:
         """Whether a parameter is verified in this step: it has been drawn, or goes by the rows of a layer that has."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from commlib.codecs import residuals
 from commlib.codecs.base import Compressor, LayerSpec
 from commlib.codecs.cooperative import LowRank, thin_product
 from commlib.codecs.error_feedback import ErrorFeedback
@@ -67,8 +68,10 @@ class LowRankExchange(Exchange):
             with item.meter.phase("compress"):
                 codec.orthogonalise(p)
                 thin_product(m.T, p, q)
-                if "residual" in item.memory.new:
-                    m.addmm_(p, q.T, alpha=-1.0)  # m *is* the new residual
+                if (kept := item.memory.new.get("residual")) is not None:
+                    m.addmm_(p, q.T, alpha=-1.0)
+                    if kept.dtype != torch.float32:  # otherwise m *is* the new residual
+                        residuals.shorten(m, kept, item.memory.up)
         rights.flat.div_(world.size)
         yield [AllReduce(rights.flat, payers(items, [q.nbytes for q in rights.views]))]
 
@@ -90,10 +93,16 @@ class _Factors:
 
 
 def _with_residual(item: LayerTask) -> Tensor:
-    if "residual" in item.memory.old:
-        return torch.add(item.work_grad(), item.memory.old["residual"], out=item.memory.new["residual"])
+    held = item.memory.old.get("residual")
+    decay = item.codec.decay if isinstance(item.codec, ErrorFeedback) else 1.0
+    if held is not None and held.dtype == torch.float32:
+        return torch.add(item.work_grad(), held, alpha=decay, out=item.memory.new["residual"])
     grad = item.grad.view(item.spec.shape)
-    return grad if grad.dtype == torch.float32 else grad.float()  # it must last for two rounds
+    if held is None:
+        return grad if grad.dtype == torch.float32 else grad.float()  # it must last for two rounds
+    v = grad if item.overwrite and grad.dtype == torch.float32 else grad.to(torch.float32, copy=True)
+    residuals.add(held, v, decay)
+    return v
 
 
 def _low_rank(codec: Compressor) -> LowRank | None:

@@ -52,7 +52,7 @@ class StepCommit:
         What the former have left goes out in the first step of the latter that counts.
         """
         self._settle(abandon=True)
-        self._undoable = False
+        self._undoable, self._store.step = False, self.count
         self._held = self.count + 1 if remembers else self._held
         self.watched = self.count <= self._held
 

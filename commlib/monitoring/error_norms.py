@@ -83,7 +83,10 @@ class ErrorNorms:
             count: of steps by now. A step that did not count has no errors: its residuals are those of before.
         """
         there = self._there if count == self._step + 1 else {}
-        found = [(name, key, torch.linalg.vector_norm(values)) for name, key, values in self._store.held()]
+        found = [
+            (name, key, torch.linalg.vector_norm(values, dtype=torch.float32))
+            for name, key, values in self._store.held()
+        ]
         norms = torch.stack([norm for *_, norm in found] + [there[n] for n in there]).tolist() if found else []
         before = dict(zip(there, norms[len(found) :], strict=True)) if norms else {}
         unit, layers = self._store.unit, dict.fromkeys((name for name, *_ in found), LayerNorms(0.0))

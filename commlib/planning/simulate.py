@@ -84,6 +84,7 @@ def exchange_once(
     run(trips, local)
     for store in stores:
         store.commit()
+        store.step += 1
     return results
 
 
@@ -116,7 +117,8 @@ def part(
     memory = store.memory(spec, codec.slots(own.spec), prefix=own.prefix, start=own.start)
     owner = store.owner(spec, slots, start)
     store.drain(spec, grad, world.size, own.world.size)
-    item = LayerTask(spec, codec, grad, memory, Seeds(seed, step, spec.name), Meter(grad.device), owner)
+    seeds, meter = Seeds(seed, step, spec.name), Meter(grad.device)
+    item = LayerTask(spec, codec, grad, memory, seeds, meter, owner, overwrite=True)
     if levels is None:
         return EXCHANGES[route.exchange].rounds([item], world, None)
     cuts = {spec.name: levels.cut(route.codec, spec)}

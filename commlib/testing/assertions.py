@@ -79,7 +79,8 @@ def standard_error(draws: Tensor) -> float:
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Bit for bit, NaNs included."""
-    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+    words = torch.int16 if a.dtype.itemsize == 2 else torch.int32
+    return torch.equal(a.view(words), b.view(words))
 
 
 def close(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> bool:

@@ -111,7 +111,7 @@ class ZeroCommunicator:
             step: how many came before it.
         """
         if bucket == 0:
-            self.peers.number, self._step = self.peers.number + 1, step
+            self.peers.number, self._step, self.store.step = self.peers.number + 1, step, step
             if self.peers.why:
                 self.peers.begin(*self._place())
         items = [self._item(cut, found[cut.spec.name], step) for cut in self._buckets[bucket]]

@@ -22,6 +22,8 @@ def rows_of_blocks(spec: LayerSpec, block: int) -> int:
 class Fused(Compressor):
     """Codec that adds the residual, gathers statistics and packs in one go, and decodes all ranks' payloads in one."""
 
+    takes_short = True
+
     @abstractmethod
     def write(self, x: Tensor, payload: Tensor, carry: Carry | None, seed: int) -> None:
         """Encode ``x``, or x + carry.old, leaving in carry.new what is not sent of it."""

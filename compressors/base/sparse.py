@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
+from commlib.codecs import residuals
 from commlib.codecs.base import Carry, Compressor, LayerSpec, Memory
 from commlib.codecs.registry import make_plain
 from commlib.compressors.kernels.dispatch import kernels
@@ -56,15 +58,18 @@ class SparseCodec(Compressor):
         n = spec.numel
         return self._values_nbytes(n) + elias_fano_nbytes(n, self._count(n))
 
-    def _encode_largest(self, x: Tensor, payload: Tensor, seed: int, carry: Carry | None = None) -> Tensor:
+    def _encode_largest(
+        self, x: Tensor, payload: Tensor, seed: int, carry: Carry | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Write the payload for ``x``, or x + carry.old, which is left in carry.new.
 
         Returns:
-            The places sent, int64, shape (k,), ascending. Whatever is not finite is among them, if there is room.
+            The places sent, int64, shape (k,), ascending, and the values there. Whatever is not finite is among them,
+            if there is room.
         """
         places, values = self._largest(x, carry)
         self._write(places, values, x.numel(), payload, seed)
-        return places
+        return places, values
 
     def _write(self, places: Tensor, values: Tensor, n: int, payload: Tensor, seed: int) -> None:
         head = self._values_nbytes(n)
@@ -72,16 +77,23 @@ class SparseCodec(Compressor):
         if n:
             kernels(values).places_encode(places, n, payload[head:])
 
-    def _take_out(self, flat: Tensor, places: Tensor, payload: Tensor, seed: int) -> None:
-        """Subtract from ``flat`` what the payload decodes to, without decoding the places."""
+    def _take_out(self, carry: Carry, places: Tensor, values: Tensor, payload: Tensor, seed: int) -> None:
+        """Subtract from carry.new, where there are these values, what the payload decodes to."""
+        flat = carry.new.view(-1)
         if self._codec.lossless:
             flat.index_fill_(0, places, 0.0)
-        else:
-            flat.index_add_(0, places, self._decode_values(payload, flat, seed), alpha=-1.0)
+            return
+        sent = self._decode_values(payload, flat, seed)
+        if not carry.short:
+            flat.index_add_(0, places, sent, alpha=-1.0)
+            return
+        left = torch.empty_like(values, dtype=flat.dtype)
+        residuals.shorten(values - sent, left, carry.up)
+        flat.index_copy_(0, places, left)
 
     def _decode_values(self, payload: Tensor, flat: Tensor, seed: int) -> Tensor:
-        """Values of a payload, in memory that the next call overwrites."""
-        values = scratch("values", (self._count(flat.numel()),), flat.dtype, flat.device)
+        """Values of a payload, float32, in memory that the next call overwrites."""
+        values = scratch("values", (self._count(flat.numel()),), torch.float32, flat.device)
         head = payload[: self._values_nbytes(flat.numel())]
         self._codec.decode(head, values, add=False, scale=1.0, seed=seed)
         return values

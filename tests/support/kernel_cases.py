@@ -150,35 +150,41 @@ def same(a: Any, b: Any) -> bool:
 
 
 PLAIN = cast(Kernels, codecs)
+UP = 40503
+CARRIED = (None, torch.float32, torch.bfloat16)
+"""Formats of residuals, and none."""
 
 
 def _moved(x: Tensor, device: str) -> Tensor:
     """The same view of memory of another device."""
     if device == "cpu":
         return x
-    return torch.empty(x.storage_offset() + len(x), device=device)[x.storage_offset() :].copy_(x)
+    return torch.empty(x.storage_offset() + len(x), dtype=x.dtype, device=device)[x.storage_offset() :].copy_(x)
 
 
 def encoded(
     kernels: Kernels, loop: Loop, x: Tensor, old: Tensor | None, device: str = "cpu", *, in_place: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(payload, what was not sent)."""
+    """(payload, what was not sent, in the format of ``old``)."""
     payload = torch.full((loop.nbytes(len(x)),), 9, dtype=torch.uint8, device=device)
-    there, kept = _moved(x, device), torch.full_like(x, 7, device=device)
+    there, kept = _moved(x, device), torch.full_like(x if old is None else old, 7, device=device)
     carry = None
     if old is not None:
         first = kept.copy_(old) if in_place else _moved(old, device)
-        carry = Carry(first, kept)
+        carry = Carry(first, kept, UP)
     loop.encode(kernels, there, payload, carry)
     assert same(there.cpu(), x)
     return payload.cpu(), kept.cpu()
 
 
 def check_encoding(
-    kernels: Kernels, loop: Loop, x: Tensor, carried: bool, device: str = "cpu", *, in_place: bool = False
+    kernels: Kernels, loop: Loop, x: Tensor, carried: torch.dtype | None, device: str = "cpu", *, in_place: bool = False
 ) -> None:
-    """It encodes what the reference does, keeps what that keeps, and leaves x as it is."""
-    old = torch.linspace(-1, 1, len(x)) if carried else None
+    """It encodes what the reference does, keeps what that keeps, and leaves x as it is.
+
+    ``carried``: format of the residual, if there is one.
+    """
+    old = None if carried is None else torch.linspace(-1, 1, len(x)).to(carried)
     before = x.clone()
     payload, kept = encoded(kernels, loop, x, old, device, in_place=in_place)
     wanted, left = encoded(PLAIN, loop, before, old)

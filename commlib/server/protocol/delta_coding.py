@@ -138,6 +138,7 @@ def _encode(codec: Compressor, difference: Tensor, layer: LayerSpec, store: Memo
     memory = store.memory(layer, codec.slots(layer))
     codec.compress(difference.view(layer.shape), payload, memory=memory, seed=_seed(codec, layer, serial))
     store.commit()
+    store.step += 1
     return Content(None, payload)
 
 

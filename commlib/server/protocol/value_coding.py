@@ -174,6 +174,7 @@ class ValueEncoder:
             self._store.discard()
             return gradient
         self._store.commit()
+        self._store.step += 1
         return Content(None, payload)
 
 

@@ -6,6 +6,8 @@ Any number of threads may run them at a time; they use one core each, and not th
 from __future__ import annotations
 
 import math
+import typing
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -24,6 +26,7 @@ from commlib.runtime.scratch import scratch
 name = "numba"
 _HALF = cast.has_half()
 _CPU = torch.device("cpu")
+_TILE = 1 << 15  # values
 
 
 def cast_encode(x: Tensor, payload: Tensor, wire: torch.dtype, carry: Carry | None = None) -> None:
@@ -32,7 +35,9 @@ def cast_encode(x: Tensor, payload: Tensor, wire: torch.dtype, carry: Carry | No
     if carry is None or not (brain or _HALF):  # without one torch's own loop is as good
         codecs.cast_encode(x, payload, wire, carry)
     else:
-        cast.cast_encode(*_joined(x, carry), payload.numpy().view(np.uint16), brain)
+        shorts = payload.numpy().view(np.uint16)
+        for first, last, arrays in _tiles(x, carry, 1):
+            cast.cast_encode(*arrays, shorts[first:last], brain)
 
 
 def cast_decode(payloads: Tensor, out: Tensor, wire: torch.dtype, *, add: bool, scale: float) -> None:
@@ -49,7 +54,9 @@ def two_means_encode(x: Tensor, payload: Tensor, column: int, carry: Carry | Non
     if x.numel():
         means, bits = _parts(payload, 8 * -(-x.numel() // column))
         past = column % 16 == 0 and column <= onebit.HELD and carry is not None and _leaves(carry)
-        onebit.two_means_encode(*_joined(x, carry), means, bits, column, past)
+        for first, last, arrays in _tiles(x, carry, column):
+            some = means[2 * (first // column) : 2 * -(-last // column)]
+            onebit.two_means_encode(*arrays, some, bits[first // 8 : -(-last // 8)], column, past)
 
 
 def two_means_decode(payloads: Tensor, out: Tensor, column: int, *, add: bool, scale: float) -> None:
@@ -61,8 +68,8 @@ def two_means_decode(payloads: Tensor, out: Tensor, column: int, *, add: bool, s
 
 def sign_encode(x: Tensor, payload: Tensor, carry: Carry | None = None) -> None:
     """Same as ``reference.codecs.sign_encode``, by numba."""
-    if x.numel():
-        onebit.sign_encode(*_joined(x, carry), *_parts(payload, 4))
+    for _, _, arrays in _tiles(x, carry, x.numel()):
+        onebit.sign_encode(*arrays, *_parts(payload, 4))
 
 
 def sign_decode(payloads: Tensor, out: Tensor, *, add: bool, scale: float) -> None:
@@ -74,14 +81,18 @@ def sign_decode(payloads: Tensor, out: Tensor, *, add: bool, scale: float) -> No
 def linear_encode(x: Tensor, payload: Tensor, block: int, levels: int, carry: Carry | None = None) -> None:
     """Same as ``reference.codecs.linear_encode``, by numba."""
     scales, fields = _parts(payload, 4 * -(-x.numel() // block))
-    _levels.linear_encode(*_joined(x, carry), scales, fields, block, levels, (2 * levels).bit_length())
+    width = (2 * levels).bit_length()
+    for first, last, arrays in _tiles(x, carry, block):
+        some, those = scales[first // block : -(-last // block)], fields[first * width // 8 : -(-last * width // 8)]
+        _levels.linear_encode(*arrays, some, those, block, levels, width)
 
 
 def norm_encode(x: Tensor, payload: Tensor, block: int, levels: int, seed: int, carry: Carry | None = None) -> None:
     """Same as ``reference.codecs.norm_encode``, by numba."""
     scales, fields = _parts(payload, 4 * -(-x.numel() // block))
     width = (2 * levels).bit_length()
-    _levels.norm_encode(*_joined(x, carry), scales, fields, block, levels, width, *_words(seed))
+    for _, _, arrays in _tiles(x, carry, x.numel()):
+        _levels.norm_encode(*arrays, scales, fields, block, levels, width, *_words(seed))
 
 
 def levels_decode(payloads: Tensor, out: Tensor, block: int, levels: int, *, add: bool, scale: float) -> None:
@@ -93,7 +104,8 @@ def levels_decode(payloads: Tensor, out: Tensor, block: int, levels: int, *, add
 def ternary_encode(x: Tensor, payload: Tensor, block: int, seed: int, carry: Carry | None = None) -> None:
     """Same as ``reference.codecs.ternary_encode``, by numba."""
     scales, trits = _parts(payload, 4 * -(-x.numel() // block))
-    _levels.ternary_encode(*_joined(x, carry), scales, trits, block, *_words(seed))
+    for _, _, arrays in _tiles(x, carry, x.numel()):
+        _levels.ternary_encode(*arrays, scales, trits, block, *_words(seed))
 
 
 def ternary_decode(payloads: Tensor, out: Tensor, block: int, *, add: bool, scale: float) -> None:
@@ -104,8 +116,8 @@ def ternary_decode(payloads: Tensor, out: Tensor, block: int, *, add: bool, scal
 
 def natural_encode(x: Tensor, payload: Tensor, seed: int, carry: Carry | None = None) -> None:
     """Same as ``reference.codecs.natural_encode``, by numba."""
-    if x.numel():
-        natural.natural_encode(*_joined(x, carry), *_parts(payload, 4), *_words(seed))
+    for _, _, arrays in _tiles(x, carry, x.numel()):
+        natural.natural_encode(*arrays, *_parts(payload, 4), *_words(seed))
 
 
 def natural_decode(payloads: Tensor, out: Tensor, *, add: bool, scale: float) -> None:
@@ -132,26 +144,33 @@ def places_decode(payload: Tensor, n: int, k: int) -> Tensor:
 
 def largest(x: Tensor, k: int, carry: Carry | None = None) -> tuple[Tensor, Tensor]:
     """Same as ``reference.codecs.largest``, by numba."""
-    arrays = xs, old, v, carried = _joined(x, carry)
-    room, found, at = _expected(len(v), k)
-    _largest.sample(xs, old, carried, found)
+    n, count = x.numel(), 0
+    room, found, at = _expected(n, k)
+    if carry is not None and carry.short and carry.old.data_ptr() == carry.new.data_ptr():
+        carry = carry._replace(old=carry.old.clone())  # it may be read again
+    xs, olds, _, carried = _joined(*_sampled(x, carry, len(found)))
+    _largest.sample(xs, olds, carried, found)
     guess = np.partition(found, at)[at] if k else np.int32(0)
     places, values = _room(room)
-    count = _largest.candidates(*arrays, guess, places, values)
-    return _exactly(v, k, places[: max(0, count)], values)
+    for first, _, arrays in _tiles(x, carry, 1):
+        count = _largest.candidates(*arrays, guess, places, values, first, count)
+    if k <= count <= room:
+        return _exactly(k, places[:count], values[:count])
+    return _exactly(k, places[:0], _whole(x, carry))
 
 
 def largest_moved(
     g: Tensor, k: int, m: float, old: Tensor, u: Tensor, carry: Carry, *, nesterov: bool
 ) -> tuple[Tensor, Tensor]:
     """Same as ``reference.codecs.largest_moved``, by numba."""
-    gs, olds, us, residual, v = (t.view(-1).numpy() for t in (g, old, u, *carry))
+    gs, olds, us, residual, v = (t.view(-1).numpy() for t in (g, old, u, carry.old, carry.new))
     factor, (room, found, at) = np.float32(m), _expected(len(v), k)
     _largest.moved_sample(gs, factor, olds, nesterov, residual, found)
     guess = np.partition(found, at)[at] if k else np.int32(0)
     places, values = _room(room)
     count = _largest.moved_candidates(gs, factor, olds, us, nesterov, residual, v, guess, places, values)
-    return _exactly(v, k, places[: max(0, count)], values)
+    enough = k <= count <= room
+    return _exactly(k, places[: count if enough else 0], values[:count] if enough else v)
 
 
 def orthonormal(p: Tensor, spare: Tensor) -> None:
@@ -188,18 +207,59 @@ def _expected(n: int, k: int) -> tuple[int, Words, int]:
     return room, found, max(0, len(found) - math.ceil(share + spare))
 
 
-def _exactly(v: Floats, k: int, places: Places, values: Floats) -> tuple[Tensor, Tensor]:
-    """The k largest of the candidates, or of ``v`` if those are too few, or too many for the room there was."""
-    values = values[: len(places)] if len(places) >= k else v
+def _exactly(k: int, places: Places, values: Floats) -> tuple[Tensor, Tensor]:
+    """The k largest of the values at these places, or if there are none, of values that are all there are."""
     chosen, kept = np.empty(k + 1, np.int64), np.empty(k + 1, np.float32)
     if k:
         sizes = values.view(np.int32) & _levels.MAGNITUDE
-        there = places if len(places) >= k else places[:0]
-        _largest.keep(values, there, np.partition(sizes, len(sizes) - k)[len(sizes) - k], chosen, kept)
+        _largest.keep(values, places, np.partition(sizes, len(sizes) - k)[len(sizes) - k], chosen, kept)
     return torch.from_numpy(chosen[:k]), torch.from_numpy(kept[:k])
 
 
-def _joined(x: Tensor, carry: Carry | None) -> tuple[Floats, Floats, Floats, bool]:
+def _sampled(x: Tensor, carry: Carry | None, count: int) -> tuple[Tensor, Carry | None]:
+    """Values and carry that a sample of so many is taken of; of a short carry only these are widened."""
+    if carry is None or not carry.short:
+        return x, carry
+    step = max(1, len(x) // max(1, count))
+    held = carry.old.view(-1)[::step][:count].float()
+    return x[::step][:count].contiguous(), Carry(held, held)
+
+
+def _whole(x: Tensor, carry: Carry | None) -> Floats:
+    """All values that were to be encoded, once they have been."""
+    if carry is None:
+        return typing.cast(Floats, x.numpy())
+    return typing.cast(Floats, (x + carry.old.view(-1) if carry.short else carry.new.view(-1)).numpy())
+
+
+Arrays = tuple[Floats, Floats, Floats, bool]
+
+
+def _tiles(x: Tensor, carry: Carry | None, unit: int) -> Iterator[tuple[int, int, Arrays]]:
+    """The values as the loops take them: (first, last, arrays), all of them at once.
+
+    With a short carry a part at a time, which stays in a cache while it is widened, encoded, and shortened: a multiple
+    of ``unit`` values and of whole bytes of packed numbers.
+    """
+    n = len(x)
+    if n == 0:
+        return
+    if carry is None or not carry.short:
+        yield 0, n, _joined(x, carry)
+        return
+    least = math.lcm(unit, 8)
+    span = min(n, least * max(1, _TILE // least))
+    xs, room = x.numpy(), scratch("tile", (span,), torch.float32, _CPU).numpy()
+    old, new = (held.view(-1).view(torch.int16).numpy().view(np.uint16) for held in (carry.old, carry.new))
+    for first in range(0, n, span):
+        last = min(n, first + span)
+        tile = room[: last - first]
+        cast.widen(old[first:last], tile)
+        yield first, last, (xs[first:last], tile, tile, True)
+        cast.shorten(tile, new[first:last], carry.up)
+
+
+def _joined(x: Tensor, carry: Carry | None) -> Arrays:
     """(x, old, v, carried), as the loops take them: without a carry ``v`` is x, and ``old`` not read."""
     xs = x.numpy()
     return (xs, xs, xs, False) if carry is None else (xs, carry.old.view(-1).numpy(), carry.new.view(-1).numpy(), True)
@@ -207,7 +267,7 @@ def _joined(x: Tensor, carry: Carry | None) -> tuple[Floats, Floats, Floats, boo
 
 def _leaves(carry: Carry) -> bool:
     """Whether what is not sent is written past the caches: not where they hold it already."""
-    return carry.old.data_ptr() != carry.new.data_ptr() and _past(carry.new)
+    return not carry.short and carry.old.data_ptr() != carry.new.data_ptr() and _past(carry.new)
 
 
 def _past(written: Tensor) -> bool:

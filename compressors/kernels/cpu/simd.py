@@ -135,6 +135,28 @@ def _shorter(brain: bool) -> Any:
     return intrinsic(typed)
 
 
+def _cut_off(typing: Any, v: Any, short: Any, index: Any, up: Any) -> Any:
+    """64 float32 values as bfloat16 in an array of uint16: the bits that do not fit are cut off once ``up`` is added.
+
+    What is too large becomes the largest there is, and what is not finite is NaN.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        values = builder.load(place_of(context, builder, v, args[0], args[2]), align=4)
+        bits = builder.bitcast(values, ir.VectorType(ir.IntType(32), WIDTH))
+        size, sign = builder.and_(bits, _filled(32, 0x7FFFFFFF)), builder.and_(bits, _filled(32, 0x80000000))
+        finite = builder.icmp_unsigned("<", size, _filled(32, 0x7F800000))
+        fits = builder.icmp_unsigned("<", size, _filled(32, 0x7F7F0000))
+        size = builder.select(fits, size, builder.select(finite, _filled(32, 0x7F7F0000), _filled(32, 0x7FC00000)))
+        size = builder.add(size, times(builder, builder.trunc(args[3], ir.IntType(32))))
+        words = builder.lshr(builder.or_(size, sign), _filled(32, 16))
+        shorts = builder.trunc(words, ir.VectorType(ir.IntType(16), WIDTH))
+        builder.store(shorts, place_of(context, builder, short, args[1], args[2]), align=2)
+        return context.get_dummy_value()
+
+    return types.void(v, short, types.intp, types.intp), generate
+
+
 def _wider(brain: bool, more: bool) -> Any:
     """An intrinsic (uint16 array, factor, float32 array, index): 64 values times a factor."""
 
@@ -216,6 +238,7 @@ fence: Any = intrinsic(_fence)
 """What was written past the caches is there for all threads."""
 to_half, to_brain = _shorter(brain=False), _shorter(brain=True)
 """(float32 array, uint16 array, index): 64 values as float16 or bfloat16."""
+cut_off: Any = intrinsic(_cut_off)
 join: Any = intrinsic(_join)
 move: Any = intrinsic(_move)
 put_half, put_brain = _wider(brain=False, more=False), _wider(brain=True, more=False)

@@ -62,7 +62,7 @@ def moved_candidates(
             moved = step[: len(some)]
         add(moved, residual[first : first + BLOCK], part)
         found = _search(part, first, least, places, values, found)
-    return found if found <= len(places) else -1
+    return found
 
 
 @jit
@@ -77,22 +77,26 @@ def _move(g: Floats, factor: Scalar, old: Floats, u: Floats) -> None:
 
 @jit
 def candidates(
-    x: Floats, old: Floats, v: Floats, carried: bool, least: np.int32, places: Places, values: Floats
-) -> Scalar:
+    x: Floats, old: Floats, v: Floats, carried: bool, least: np.int32, places: Places, values: Floats, start: int,
+    found: int,
+) -> Scalar:  # fmt: skip
     """Where the magnitude is ``least`` or more, ascending, and the values there.
 
     ``v`` is x itself, or (``carried``) takes x + old, to the end in any case.
 
+    Args:
+        start: place of the first of these values.
+        found: how many there were before it.
+
     Returns:
-        How many, or −1 if there is no room for them.
+        How many there are by now, which may be more than there is room for.
     """
-    found = 0
     for first in range(0, len(v), BLOCK):
         part = v[first : first + BLOCK]
         if carried:
             add(x[first : first + BLOCK], old[first : first + BLOCK], part)
-        found = _search(part, first, least, places, values, found)
-    return found if found <= len(places) else -1
+        found = _search(part, start + first, least, places, values, found)
+    return found
 
 
 @jit

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from commlib.compressors.kernels.gpu.jit import jit
-from commlib.compressors.kernels.gpu.tiles import as_bits, as_float, floats, joined, normal, uniform, units
+from commlib.compressors.kernels.gpu.tiles import as_bits, as_float, floats, joined, leave, normal, uniform, units
 
 FRACTION = tl.constexpr(0x7FFFFF)
 TINY, HUGE = tl.constexpr(2.0**-125), tl.constexpr(2.0**125)
@@ -47,8 +47,8 @@ def _widened(short: tl.tensor, BRAIN: tl.constexpr) -> tl.tensor:
 
 @jit
 def cast_encode(
-    x: tl.tensor, old: tl.tensor, new: tl.tensor, payload: tl.tensor, n: tl.tensor, CARRIED: tl.constexpr,
-    BRAIN: tl.constexpr, WIDTH: tl.constexpr,
+    x: tl.tensor, old: tl.tensor, new: tl.tensor, bar: tl.tensor, payload: tl.tensor, n: tl.tensor,
+    CARRIED: tl.constexpr, BRAIN: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
     """Cast to bfloat16 (BRAIN) or float16."""
     i = _indices(WIDTH)
@@ -57,7 +57,7 @@ def cast_encode(
     short = _shortened(v, BRAIN)
     tl.store(payload.to(tl.pointer_type(tl.uint16)) + i, short, mask=there)
     if CARRIED:
-        tl.store(new + i, v - _widened(short, BRAIN), mask=there)
+        leave(new, i, v - _widened(short, BRAIN), bar, there)
 
 
 @jit
@@ -95,8 +95,8 @@ def _power(code: tl.tensor, largest: tl.tensor) -> tl.tensor:
 
 @jit
 def natural_encode(
-    x: tl.tensor, old: tl.tensor, new: tl.tensor, payload: tl.tensor, n: tl.tensor, low: tl.tensor, high: tl.tensor,
-    maximum: tl.tensor, CARRIED: tl.constexpr, WIDTH: tl.constexpr,
+    x: tl.tensor, old: tl.tensor, new: tl.tensor, bar: tl.tensor, payload: tl.tensor, n: tl.tensor, low: tl.tensor,
+    high: tl.tensor, maximum: tl.tensor, CARRIED: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
     """Powers of two at random, below the largest of all, the bits of whose ``maximum`` are known."""
     i = _indices(WIDTH)
@@ -113,7 +113,7 @@ def natural_encode(
     code = code | tl.where(v < 0.0, 128, 0)
     tl.store(payload + 4 + i, code.to(tl.uint8), mask=there)
     if CARRIED:
-        tl.store(new + i, v - _power(code, largest), mask=there)
+        leave(new, i, v - _power(code, largest), bar, there)
 
 
 @jit

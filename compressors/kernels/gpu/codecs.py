@@ -36,8 +36,8 @@ def cast_encode(x: Tensor, payload: Tensor, wire: torch.dtype, carry: Carry | No
     """See ``reference``; the bits of a NaN may differ."""
     n = x.numel()
     if n:
-        old, new, carried = _carried(x, carry)
-        args, brain = (x, old, new, payload, n), wire == torch.bfloat16
+        old, new, up, carried = _carried(x, carry)
+        args, brain = (x, old, new, up, payload, n), wire == torch.bfloat16
         launch(cast.cast_encode, -(-n // MOST), x, *args, CARRIED=carried, BRAIN=brain, WIDTH=MOST)
 
 
@@ -54,9 +54,9 @@ def two_means_encode(x: Tensor, payload: Tensor, column: int, carry: Carry | Non
     n = x.numel()
     if not n:
         return
-    old, new, carried = _carried(x, carry)
+    old, new, up, carried = _carried(x, carry)
     columns = -(-n // column)
-    args = (x, old, new, payload, 8 * columns, payload.numel() - 8 * columns, n, column)
+    args = (x, old, new, up, payload, 8 * columns, payload.numel() - 8 * columns, n, column)
     if column <= _COLUMN and (column % 8 == 0 or columns == 1):
         width = min(BLOCK, max(64, triton.next_power_of_2(column)))
         parts = triton.next_power_of_2(-(-column // width))
@@ -83,12 +83,13 @@ def sign_encode(x: Tensor, payload: Tensor, carry: Carry | None = None) -> None:
     """Same as ``reference.codecs.sign_encode``, in Triton."""
     n = x.numel()
     if n:
-        old, new, carried = _carried(x, carry)
+        old, new, up, carried = _carried(x, carry)
         tiles = cut(n, n, grain=8)
         args = (
             x,
             old,
             new,
+            up,
             payload,
             payload.numel() - 4,
             n,
@@ -129,7 +130,7 @@ def _levels_encode(x: Tensor, payload: Tensor, block: int, levels: int, seed: in
     n = x.numel()
     if not n:
         return
-    old, new, carried = _carried(x, carry)
+    old, new, up, carried = _carried(x, carry)
     norm, bits, blocks = seed is not None, packing((2 * levels).bit_length()), -(-n // block)
     tiles = cut(n, block, grain=8)
     known = tiles.FLAT or tiles.chunks > 1 or (norm and tiles.WIDTH > BLOCK)
@@ -140,7 +141,7 @@ def _levels_encode(x: Tensor, payload: Tensor, block: int, levels: int, seed: in
     if known and norm:
         squares = block_statistics.squares(x, old, carried, block, largest)
     head = 4 * blocks
-    args = (x, old, new, payload, head, payload.numel() - head, n, block, tiles.chunks, blocks, float(levels))
+    args = (x, old, new, up, payload, head, payload.numel() - head, n, block, tiles.chunks, blocks, float(levels))
     more = (inverse(levels), *_words(seed or 0), largest, squares)
     launch(
         quantize.levels_encode, tiles.programs, x, *args, *more,
@@ -158,12 +159,12 @@ def ternary_encode(x: Tensor, payload: Tensor, block: int, seed: int, carry: Car
     """Same as ``reference.codecs.ternary_encode``, in Triton."""
     n = x.numel()
     if n:
-        old, new, carried = _carried(x, carry)
+        old, new, up, carried = _carried(x, carry)
         blocks = -(-n // block)
         largest = x.new_empty(blocks, dtype=torch.int32)
         block_statistics.maxima(x, old, carried, block, largest)
         nbytes = payload.numel() - 4 * blocks
-        args = (x, old, new, payload, 4 * blocks, nbytes, n, block, *_words(seed), largest)
+        args = (x, old, new, up, payload, 4 * blocks, nbytes, n, block, *_words(seed), largest)
         launch(quantize.trits_encode, -(-nbytes // _TRITS), x, *args, CARRIED=carried, BYTES=_TRITS)
 
 
@@ -188,10 +189,10 @@ def natural_encode(x: Tensor, payload: Tensor, seed: int, carry: Carry | None = 
     """Same as ``reference.codecs.natural_encode``, in Triton."""
     n = x.numel()
     if n:
-        old, new, carried = _carried(x, carry)
+        old, new, up, carried = _carried(x, carry)
         largest = x.new_empty(1, dtype=torch.int32)
         block_statistics.maxima(x, old, carried, n, largest)
-        args = (x, old, new, payload, n, *_words(seed), largest)
+        args = (x, old, new, up, payload, n, *_words(seed), largest)
         launch(cast.natural_encode, -(-n // MOST), x, *args, CARRIED=carried, WIDTH=MOST)
 
 
@@ -216,6 +217,11 @@ def orthonormal(p: Tensor, spare: Tensor) -> None:
     p.copy_(torch.linalg.qr(torch.where(absmax > 0, given / absmax, spare)).Q)
 
 
-def _carried(x: Tensor, carry: Carry | None) -> tuple[Tensor, Tensor, bool]:
-    """(old, new, whether there is a carry); without one both are x."""
-    return (x, x, False) if carry is None else (carry.old.view(-1), carry.new.view(-1), True)
+def _carried(x: Tensor, carry: Carry | None) -> tuple[Tensor, Tensor, int, bool]:
+    """(old, new, up, whether there is a carry); without one both are x. Short ones as uint16."""
+    if carry is None:
+        return x, x, 0, False
+    old, new = carry.old.view(-1), carry.new.view(-1)
+    if carry.short:
+        old, new = old.view(torch.uint16), new.view(torch.uint16)
+    return old, new, carry.up, True

@@ -17,15 +17,18 @@ if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):  # 3
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_SEED = ("low", "high")
+_ANY = ("low", "high", "bar")
 
 # A fused multiply-add would round once where the reference rounds twice.
 AS_WRITTEN = {"enable_fp_fusion": False}
 
 
 def jit(kernel: F) -> F:
-    """Compiles a kernel, or a part of one, when it is first run; words of a seed never make a variant of their own."""
-    words = [name for name in _SEED if name in kernel.__code__.co_varnames]
+    """Compiles a kernel, or a part of one, when it is first run.
+
+    Words of a seed, and a step's bar, never make a variant of their own.
+    """
+    words = [name for name in _ANY if name in kernel.__code__.co_varnames]
     return cast(F, triton.jit(kernel, do_not_specialize=words))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from commlib.compressors.kernels.gpu.jit import jit
-from commlib.compressors.kernels.gpu.tiles import floats, halved, joined, pack, tile, unpack
+from commlib.compressors.kernels.gpu.tiles import floats, halved, joined, leave, pack, tile, unpack
 
 
 @jit
@@ -41,9 +41,9 @@ def _rows(x: tl.tensor, COLUMNS: tl.constexpr, PARTS: tl.constexpr) -> tl.tensor
 
 @jit
 def columns_encode(
-    x: tl.tensor, old: tl.tensor, new: tl.tensor, payload: tl.tensor, head: tl.tensor, nbytes: tl.tensor, n: tl.tensor,
-    column: tl.tensor, CARRIED: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, CHUNKS: tl.constexpr,
-    LANES: tl.constexpr,
+    x: tl.tensor, old: tl.tensor, new: tl.tensor, bar: tl.tensor, payload: tl.tensor, head: tl.tensor,
+    nbytes: tl.tensor, n: tl.tensor, column: tl.tensor, CARRIED: tl.constexpr, COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
 ) -> None:  # fmt: skip
     """Two means, and all else, of columns that fit into a program: PARTS rows of CHUNKS·LANES values each.
 
@@ -78,14 +78,14 @@ def columns_encode(
         bits, begins = above.to(tl.int32), first + k * LANES
         pack(bits, payload + head, begins, last, nbytes, COLUMNS * PARTS, LANES, 1, 8, 1)
         if CARRIED:
-            tl.store(new + i, values[k] - tl.where(above, up_of, low_of), mask=i < last)
+            leave(new, i, values[k] - tl.where(above, up_of, low_of), bar, i < last)
 
 
 @jit
 def sides_encode(
-    x: tl.tensor, old: tl.tensor, new: tl.tensor, payload: tl.tensor, head: tl.tensor, nbytes: tl.tensor, n: tl.tensor,
-    column: tl.tensor, chunks: tl.tensor, sums: tl.tensor, counts: tl.tensor, columns: tl.tensor,
-    CARRIED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FLAT: tl.constexpr,
+    x: tl.tensor, old: tl.tensor, new: tl.tensor, bar: tl.tensor, payload: tl.tensor, head: tl.tensor,
+    nbytes: tl.tensor, n: tl.tensor, column: tl.tensor, chunks: tl.tensor, sums: tl.tensor, counts: tl.tensor,
+    columns: tl.tensor, CARRIED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FLAT: tl.constexpr,
 ) -> None:  # fmt: skip
     """Two means of columns of any length, whose sums are known."""
     first, last, row = tile(n, column, chunks, ROWS, WIDTH, FLAT)
@@ -104,12 +104,12 @@ def sides_encode(
     upper = (v >= 0.0) & there
     pack(upper.to(tl.int32), payload + head, first, last, nbytes, ROWS, WIDTH, 1, 8, 1)
     if CARRIED:
-        tl.store(new + i, v - tl.where(upper, up, low), mask=there)
+        leave(new, i, v - tl.where(upper, up, low), bar, there)
 
 
 @jit
 def signs_encode(
-    x: tl.tensor, old: tl.tensor, new: tl.tensor, payload: tl.tensor, nbytes: tl.tensor, n: tl.tensor,
+    x: tl.tensor, old: tl.tensor, new: tl.tensor, bar: tl.tensor, payload: tl.tensor, nbytes: tl.tensor, n: tl.tensor,
     chunks: tl.tensor, total: tl.tensor, count: tl.tensor, CARRIED: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, FLAT: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -123,7 +123,7 @@ def signs_encode(
     upper = (v >= 0.0) & there
     pack(upper.to(tl.int32), payload + 4, first, last, nbytes, ROWS, WIDTH, 1, 8, 1)
     if CARRIED:
-        tl.store(new + i, v - tl.where(upper, mean, -mean), mask=there)
+        leave(new, i, v - tl.where(upper, mean, -mean), bar, there)
 
 
 @jit

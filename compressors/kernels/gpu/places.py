@@ -14,7 +14,7 @@ from commlib.codecs.slots import Carry
 from commlib.compressors.kernels.gpu.jit import jit, launch
 from commlib.compressors.kernels.gpu.tiles import MAGNITUDE, as_bits
 from commlib.compressors.kernels.reference.bitpack import fields_nbytes, low_bits
-from commlib.compressors.kernels.reference.topk import moved
+from commlib.compressors.kernels.reference.topk import joined, moved
 
 WIDTH = 2048  # values, or bytes of fields, of a program
 BYTES = 256  # of a bit vector, of a program
@@ -63,7 +63,7 @@ def _take_largest(
 
 def largest(x: Tensor, k: int, carry: Carry | None = None) -> tuple[Tensor, Tensor]:
     """Same as ``reference.topk.largest``, in Triton but for the search of the least that is chosen."""
-    v = x if carry is None else torch.add(x, carry.old.view(-1), out=carry.new.view(-1))
+    v = joined(x, carry)
     places = torch.empty(k, dtype=torch.int64, device=v.device)
     if not k:
         return places, v[:0]

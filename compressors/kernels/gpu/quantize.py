@@ -15,6 +15,7 @@ from commlib.compressors.kernels.gpu.tiles import (
     floats,
     halved,
     joined,
+    leave,
     normal,
     pack,
     tile,
@@ -37,11 +38,11 @@ def _begin(
 
 @jit
 def levels_encode(
-    x: tl.tensor, old: tl.tensor, new: tl.tensor, payload: tl.tensor, head: tl.tensor, nbytes: tl.tensor, n: tl.tensor,
-    block: tl.tensor, chunks: tl.tensor, blocks: tl.tensor, top: tl.tensor, inverse: tl.tensor, low: tl.tensor,
-    high: tl.tensor, maxima: tl.tensor, squares: tl.tensor, CARRIED: tl.constexpr, NORM: tl.constexpr,
-    KNOWN: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FLAT: tl.constexpr, BITS: tl.constexpr,
-    GROUP: tl.constexpr, BYTES: tl.constexpr,
+    x: tl.tensor, old: tl.tensor, new: tl.tensor, bar: tl.tensor, payload: tl.tensor, head: tl.tensor,
+    nbytes: tl.tensor, n: tl.tensor, block: tl.tensor, chunks: tl.tensor, blocks: tl.tensor, top: tl.tensor,
+    inverse: tl.tensor, low: tl.tensor, high: tl.tensor, maxima: tl.tensor, squares: tl.tensor, CARRIED: tl.constexpr,
+    NORM: tl.constexpr, KNOWN: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FLAT: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, BYTES: tl.constexpr,
 ) -> None:  # fmt: skip
     """The nearest levels of blocks' absmax, or (NORM) levels of their norm at random.
 
@@ -73,7 +74,7 @@ def levels_encode(
     codes = tl.where(there, (level + top).to(tl.int32), 0)
     pack(codes, payload + head, first, last, nbytes, ROWS, WIDTH, BITS, GROUP, BYTES)
     if CARRIED:
-        tl.store(new + i, v - level * inverse * scale, mask=there)
+        leave(new, i, v - level * inverse * scale, bar, there)
 
 
 @jit
@@ -116,8 +117,9 @@ def decode(
 
 @jit
 def trits_encode(
-    x: tl.tensor, old: tl.tensor, new: tl.tensor, payload: tl.tensor, head: tl.tensor, nbytes: tl.tensor, n: tl.tensor,
-    block: tl.tensor, low: tl.tensor, high: tl.tensor, maxima: tl.tensor, CARRIED: tl.constexpr, BYTES: tl.constexpr,
+    x: tl.tensor, old: tl.tensor, new: tl.tensor, bar: tl.tensor, payload: tl.tensor, head: tl.tensor,
+    nbytes: tl.tensor, n: tl.tensor, block: tl.tensor, low: tl.tensor, high: tl.tensor, maxima: tl.tensor,
+    CARRIED: tl.constexpr, BYTES: tl.constexpr,
 ) -> None:  # fmt: skip
     """−absmax, 0 or absmax at random, of blocks whose ``maxima`` are known; five values to a byte."""
     byte = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)[:, None]
@@ -137,4 +139,4 @@ def trits_encode(
     packed = tl.sum(tl.where(there, (sign + 1) * weight, 0), axis=1)[:, None]
     tl.store(payload + head + byte, packed.to(tl.uint8), mask=byte < nbytes)
     if CARRIED:
-        tl.store(new + i, v - sign.to(tl.float32) * absmax, mask=there)
+        leave(new, i, v - sign.to(tl.float32) * absmax, bar, there)

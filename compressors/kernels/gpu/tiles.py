@@ -18,6 +18,7 @@ BLOCK = 1024  # values that are summed before their sums are, as in `sums.fold`
 
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INFINITE = tl.constexpr(0x7F800000)
+LARGEST = tl.constexpr(0x7F7F0000)  # of bfloat16
 RAISED = tl.constexpr(2.0**64)
 SMALL = tl.constexpr(2.0**-64)
 UNIT = tl.constexpr(2.0**-24)
@@ -90,8 +91,22 @@ def joined(x: tl.tensor, old: tl.tensor, i: tl.tensor, there: tl.tensor, CARRIED
     """The values to encode; zero where there is none."""
     v = tl.load(x + i, mask=there, other=0.0)
     if CARRIED:
-        v += tl.load(old + i, mask=there, other=0.0)
+        if old.dtype.element_ty == tl.uint16:  # bfloat16's bits
+            v += as_float(tl.load(old + i, mask=there, other=0).to(tl.int32) << 16)
+        else:
+            v += tl.load(old + i, mask=there, other=0.0)
     return v
+
+
+@jit
+def leave(new: tl.tensor, i: tl.tensor, left: tl.tensor, bar: tl.tensor, there: tl.tensor) -> None:
+    """Keep what was not sent; to uint16 as the bits of bfloat16, as ``residuals.shorten`` has them."""
+    if new.dtype.element_ty == tl.uint16:
+        size, sign = as_bits(left) & MAGNITUDE, (as_bits(left) >> 16) & 0x8000
+        size = tl.where(size < LARGEST, size, tl.where(size < INFINITE, LARGEST, 0x7FC00000))
+        tl.store(new + i, (((size + bar) >> 16) | sign).to(tl.uint16), mask=there)
+    else:
+        tl.store(new + i, left, mask=there)
 
 
 @jit

@@ -6,7 +6,8 @@ position (:func:`hash32`), and nothing is left to an operator that may fuse or r
 Nothing here synchronises with the host: no ``.item()``, no result whose shape depends on data.
 All float tensors are float32, flat and contiguous; payloads are uint8 and start 8-byte aligned.
 
-An ``encode`` with a :class:`Carry` encodes x + carry.old, and leaves in carry.new what was not sent of it. A ``decode``
+An ``encode`` with a :class:`Carry` encodes x + carry.old, and leaves in carry.new what was not sent of it, both float32
+or bfloat16. A ``decode``
 takes the payloads of several ranks, shape (P, bytes), and adds them in order of rank.
 """
 
@@ -17,6 +18,7 @@ import functools
 import torch
 from torch import Tensor
 
+from commlib.codecs import residuals
 from commlib.codecs.base import store
 from commlib.codecs.slots import Carry
 from commlib.compressors.kernels.reference import bitpack
@@ -63,7 +65,15 @@ def _normal(v: Tensor, absmax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _joined(x: Tensor, carry: Carry | None) -> Tensor:
-    return x if carry is None else torch.add(x, carry.old.view(-1), out=carry.new.view(-1))
+    if carry is None:
+        return x
+    return torch.add(x, carry.old.view(-1), out=None if carry.short else carry.new.view(-1))
+
+
+def _left(v: Tensor, carry: Carry) -> None:
+    """Keep what was not sent; float32 of it *is* the new residual."""
+    if carry.short:
+        residuals.shorten(v, carry.new, carry.up)
 
 
 # -- shorter formats ----------------------------------------------------------------------------
@@ -75,6 +85,7 @@ def cast_encode(x: Tensor, payload: Tensor, wire: torch.dtype, carry: Carry | No
     payload.view(wire).copy_(v)
     if carry is not None:
         cast_decode(payload[None], v, wire, add=True, scale=-1.0)
+        _left(v, carry)
 
 
 def cast_decode(payloads: Tensor, out: Tensor, wire: torch.dtype, *, add: bool, scale: float) -> None:
@@ -102,6 +113,7 @@ def two_means_encode(x: Tensor, payload: Tensor, column: int, carry: Carry | Non
     payload[head:].copy_(pack_bits(positive))
     if carry is not None:
         two_means_decode(payload[None], v, column, add=True, scale=-1.0)
+        _left(v, carry)
 
 
 def two_means_decode(payloads: Tensor, out: Tensor, column: int, *, add: bool, scale: float) -> None:
@@ -128,6 +140,7 @@ def sign_encode(x: Tensor, payload: Tensor, carry: Carry | None = None) -> None:
     payload[4:].copy_(pack_bits(v >= 0))
     if carry is not None:
         sign_decode(payload[None], v, add=True, scale=-1.0)
+        _left(v, carry)
 
 
 def sign_decode(payloads: Tensor, out: Tensor, *, add: bool, scale: float) -> None:
@@ -152,6 +165,7 @@ def linear_encode(x: Tensor, payload: Tensor, block: int, levels: int, carry: Ca
     _write_levels(level, absmax, v, payload, levels)
     if carry is not None:
         levels_decode(payload[None], v, block, levels, add=True, scale=-1.0)
+        _left(v, carry)
 
 
 def norm_encode(x: Tensor, payload: Tensor, block: int, levels: int, seed: int, carry: Carry | None = None) -> None:
@@ -166,6 +180,7 @@ def norm_encode(x: Tensor, payload: Tensor, block: int, levels: int, seed: int, 
     _write_levels(level, length * power, v, payload, levels)
     if carry is not None:
         levels_decode(payload[None], v, block, levels, add=True, scale=-1.0)
+        _left(v, carry)
 
 
 def _over(number: int, y: Tensor) -> Tensor:
@@ -212,6 +227,7 @@ def ternary_encode(x: Tensor, payload: Tensor, block: int, seed: int, carry: Car
     payload[head:].copy_(bitpack.pack_trits(trits.view(-1)[: v.numel()]))
     if carry is not None:
         ternary_decode(payload[None], v, block, add=True, scale=-1.0)
+        _left(v, carry)
 
 
 def ternary_decode(payloads: Tensor, out: Tensor, block: int, *, add: bool, scale: float) -> None:
@@ -248,6 +264,7 @@ def natural_encode(x: Tensor, payload: Tensor, seed: int, carry: Carry | None = 
     payload[4:].copy_(code + 128 * (v < 0))
     if carry is not None:
         natural_decode(payload[None], v, add=True, scale=-1.0)
+        _left(v, carry)
 
 
 def natural_decode(payloads: Tensor, out: Tensor, *, add: bool, scale: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from commlib.codecs import residuals
 from commlib.codecs.slots import Carry
 from commlib.compressors.kernels.reference.bitpack import elias_fano_decode, elias_fano_encode
 from commlib.compressors.kernels.reference.random import hash32
@@ -21,12 +22,12 @@ def largest(x: Tensor, k: int, carry: Carry | None = None) -> tuple[Tensor, Tens
     Args:
         x: float32, shape (n,), n ≥ k ≥ 0.
         k: how many.
-        carry: look at x + carry.old instead, which is left in carry.new.
+        carry: look at x + carry.old instead, which is left in carry.new. (Values are those before it is shortened.)
 
     Returns:
         (places, values): int64, ascending, and float32, shape (k,) each.
     """
-    v = x if carry is None else torch.add(x, carry.old.view(-1), out=carry.new.view(-1))
+    v = joined(x, carry)
     if not k:
         return torch.empty(0, dtype=torch.int64, device=v.device), v[:0]
     sizes = v.view(torch.int32) & _MAGNITUDE
@@ -38,6 +39,16 @@ def largest(x: Tensor, k: int, carry: Carry | None = None) -> tuple[Tensor, Tens
     places = torch.empty(k + 1, dtype=torch.int64, device=v.device)
     places = places.scatter_(0, cell, torch.arange(v.numel(), device=v.device))[:k]
     return places, v[places]
+
+
+def joined(x: Tensor, carry: Carry | None) -> Tensor:
+    """x, or x + carry.old, float32, which is left in carry.new."""
+    if carry is None:
+        return x
+    v = torch.add(x, carry.old.view(-1), out=None if carry.short else carry.new.view(-1))
+    if carry.short:
+        residuals.shorten(v, carry.new, carry.up)
+    return v
 
 
 def largest_of_each(v: Tensor, k: int) -> Tensor:

@@ -19,6 +19,7 @@ from tests.support.tiny_ddp import PAIRS, Trainer, batch, owed
 RANK_ORDERED = [p for p in PAIRS if p.endswith(("@gather", "@scatter_gather")) and "powersgd" not in p]
 
 SOME = ("none@dense", "onebit@scatter_gather", "dgc:ratio=0.05@gather", "powersgd:rank=2@low_rank", "none@owners")
+SHORT = ("onebit:residual=bfloat16@scatter_gather", "powersgd:rank=2,residual=bfloat16@low_rank")
 
 
 def resumed(world: World, pairs: list[str], caps: tuple[float, float], **options: Any) -> dict[str, bool]:
@@ -48,7 +49,10 @@ def resumed(world: World, pairs: list[str], caps: tuple[float, float], **options
 
 @pytest.mark.parametrize(
     ("caps", "pairs"),
-    [((0.005, 25.0), SOME), *full(*(((a, b), PAIRS) for a, b in ((0.005, 0.005), (0.005, 25.0), (25.0, 0.02))))],
+    [
+        ((0.005, 25.0), SOME + SHORT),
+        *full(*(((a, b), PAIRS) for a, b in ((0.005, 0.005), (0.005, 25.0), (25.0, 0.02)))),
+    ],
 )
 def test_resume_equals_the_uninterrupted_run_bit_for_bit_between_two_ranks(
     fleet: Fleet, caps: tuple[float, float], pairs: tuple[str, ...]

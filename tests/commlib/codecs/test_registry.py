@@ -83,7 +83,7 @@ def test_blanks_around_parts_are_ignored() -> None:
     [
         ("onebitt", "unknown compressor 'onebitt'.*did you mean 'onebit'"),
         ("", "unknown compressor ''"),
-        ("topk:ration=0.5", "unknown option 'ration'.*known: chunk, ef, ratio, values; did you mean 'ratio'"),
+        ("topk:ration=0.5", "unknown option 'ration'.*known: chunk, ef, ratio, residual, values; did you mean 'ratio'"),
         ("topk:ratio", "cannot read 'ratio'"),
         ("topk:ratio=", "cannot read 'ratio='"),
         ("topk:=3", "cannot read '=3'"),

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
+from commlib.exchange import in_flight, sequencer
 from commlib.groups.store import DeadlineStore
 from commlib.planning.manager import manager
+from commlib.runtime.autograd import wait
 from commlib.server.membership import rendezvous as meetings
 from commlib.server.shard import serve as shards
 from commlib.server.worker import session
@@ -72,6 +74,14 @@ class _Noted(logging.Handler):
         self._world.note(f"logs: {record.getMessage()}")
 
 
+def _through(work: Any, seconds: float) -> bool:
+    """As commlib's, and then DDP, which waits for the work's future in C++, need not: there nobody else has a turn."""
+    if not in_flight.through(work, seconds):
+        return False
+    wait(work.get_future(), lambda: None)
+    return True
+
+
 @contextlib.contextmanager
 def simulated(job: Job) -> Iterator[None]:
     """commlib and torch.distributed in the world of this job."""
@@ -91,6 +101,7 @@ def simulated(job: Job) -> Iterator[None]:
         (meetings, "visit", visit),
         (shards, "endpoint_kind", endpoint_kind),
         (session, "endpoint_kind", endpoint_kind),
+        (sequencer, "through", _through),
         (manager, "Controller", lambda model: Head(model, 2)),
         *job.replaced(),
     ]

@@ -16,8 +16,10 @@ from commlib.compressors.kernels.cpu import codecs, onebit
 from commlib.compressors.kernels.dispatch import Kernels
 from commlib.compressors.kernels.reference.bitpack import elias_fano_nbytes
 from tests.support.kernel_cases import (
+    CARRIED,
     LOOPS,
     PLAIN,
+    UP,
     Loop,
     check_decoding,
     check_encoding,
@@ -33,8 +35,10 @@ COMPILED = cast(Kernels, codecs)
 
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 @settings(max_examples=examples(60), deadline=None)  # the first example compiles
-@given(x=vectors(), carried=st.booleans())
-def test_encodes_what_the_reference_does_and_keeps_what_it_keeps(loop: Loop, x: Tensor, carried: bool) -> None:
+@given(x=vectors(), carried=st.sampled_from(CARRIED))
+def test_encodes_what_the_reference_does_and_keeps_what_it_keeps(
+    loop: Loop, x: Tensor, carried: torch.dtype | None
+) -> None:
     check_encoding(COMPILED, loop, x, carried)
 
 
@@ -48,13 +52,13 @@ def test_decodes_what_the_reference_does_for_any_number_of_ranks(
 
 
 @settings(max_examples=examples(200), deadline=None)
-@given(x=vectors(), share=st.sampled_from([0, 0.0005, 0.01, 0.1, 0.3, 0.9, 1]), carried=st.booleans())
-def test_takes_the_largest_that_the_reference_takes(x: Tensor, share: float, carried: bool) -> None:
+@given(x=vectors(), share=st.sampled_from([0, 0.0005, 0.01, 0.1, 0.3, 0.9, 1]), carried=st.sampled_from(CARRIED))
+def test_takes_the_largest_that_the_reference_takes(x: Tensor, share: float, carried: torch.dtype | None) -> None:
     k = min(len(x), -(-int(share * 10000) * len(x) // 10000))
-    old = torch.linspace(-1e-3, 1e-3, len(x))
-    kept, left = torch.full_like(x, 7), torch.full_like(x, 7)
-    places, values = COMPILED.largest(x, k, Carry(old, kept) if carried else None)
-    wanted, theirs = PLAIN.largest(x, k, Carry(old, left) if carried else None)
+    old = torch.linspace(-1e-3, 1e-3, len(x)).to(carried or torch.float32)
+    kept, left = torch.full_like(old, 7), torch.full_like(old, 7)
+    places, values = COMPILED.largest(x, k, Carry(old, kept, UP) if carried else None)
+    wanted, theirs = PLAIN.largest(x, k, Carry(old, left, UP) if carried else None)
     assert torch.equal(places, wanted)
     assert same(values, theirs)
     assert same(kept, left)
@@ -137,14 +141,35 @@ def test_momentum_and_the_largest_of_it_are_the_references(
 
 
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
-def test_the_residual_may_be_in_place(loop: Loop) -> None:
+@pytest.mark.parametrize("kind", CARRIED[1:], ids=str)
+def test_the_residual_may_be_in_place(loop: Loop, kind: torch.dtype) -> None:
     x = torch.randn(5000, generator=torch.Generator().manual_seed(2))
-    check_encoding(COMPILED, loop, x, carried=True, in_place=True)
+    check_encoding(COMPILED, loop, x, carried=kind, in_place=True)
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_short_residual_of_more_values_than_a_tile_is_that_of_the_reference(loop: Loop, in_place: bool) -> None:
+    x = torch.randn(100_003, generator=torch.Generator().manual_seed(3))
+    check_encoding(COMPILED, loop, x, torch.bfloat16, in_place=in_place)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("k", [1, 1000, 90_000])
+def test_the_largest_beside_a_short_residual_are_those_of_the_reference(k: int, in_place: bool) -> None:
+    x = torch.randn(100_003, generator=torch.Generator().manual_seed(3))
+    x[5000:9000] = 3.0  # a sample does not tell how many are as large
+    results = []
+    for kernels in (COMPILED, PLAIN):
+        old = torch.linspace(-1, 1, len(x)).to(torch.bfloat16)
+        kept = old if in_place else torch.empty_like(old)
+        results.append((*kernels.largest(x, k, Carry(old, kept, UP)), kept))
+    assert all(same(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 def test_a_sum_of_negative_zeros_has_the_references_sign(loop: Loop) -> None:
-    check_encoding(COMPILED, loop, torch.full((3072,), -0.0), carried=False)
+    check_encoding(COMPILED, loop, torch.full((3072,), -0.0), carried=None)
 
 
 LARGE = {**LOOPS, "two_means of 2048": two_means(2048), "two_means of 1040": two_means(1040)}

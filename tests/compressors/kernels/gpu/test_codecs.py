@@ -22,7 +22,7 @@ from commlib.compressors.kernels.dispatch import Kernels
 from commlib.compressors.kernels.gpu import block_statistics, codecs
 from commlib.compressors.kernels.reference.bitpack import elias_fano_nbytes
 from commlib.compressors.kernels.reference.fixed_order_sums import fold
-from tests.support.kernel_cases import LOOPS, PLAIN, Loop, check_decoding, check_encoding, same, vectors
+from tests.support.kernel_cases import CARRIED, LOOPS, PLAIN, UP, Loop, check_decoding, check_encoding, same, vectors
 
 COMPILED = cast(Kernels, codecs)
 INTERPRETED = codecs.interpreted()
@@ -38,9 +38,9 @@ few = settings(max_examples=10 if INTERPRETED else 20, deadline=None)
 @devices
 @loops
 @few
-@given(x=vectors(), carried=st.booleans())
+@given(x=vectors(), carried=st.sampled_from(CARRIED))
 def test_encodes_what_the_reference_does_and_keeps_what_it_keeps(
-    loop: Loop, device: str, x: Tensor, carried: bool
+    loop: Loop, device: str, x: Tensor, carried: torch.dtype | None
 ) -> None:
     check_encoding(COMPILED, loop, x, carried, device)
 
@@ -58,9 +58,10 @@ def test_decodes_what_the_reference_does_for_any_number_of_ranks(
 @devices
 @loops
 @pytest.mark.parametrize("n", [0, 1, 9001])
-def test_the_residual_may_be_in_place(loop: Loop, device: str, n: int) -> None:
+@pytest.mark.parametrize("kind", CARRIED[1:], ids=str)
+def test_the_residual_may_be_in_place(loop: Loop, device: str, n: int, kind: torch.dtype) -> None:
     x = torch.randn(n + 1, generator=torch.Generator().manual_seed(2))[1:]
-    check_encoding(COMPILED, loop, x, carried=True, device=device, in_place=True)
+    check_encoding(COMPILED, loop, x, carried=kind, device=device, in_place=True)
     check_decoding(COMPILED, loop, x, 2, True, 0.5, device)
 
 
@@ -70,7 +71,7 @@ def test_the_residual_may_be_in_place(loop: Loop, device: str, n: int) -> None:
 def test_zeros_have_the_references_sign_and_what_is_not_finite_stays_so(loop: Loop, device: str, value: float) -> None:
     x = torch.full((3072,), -0.0)
     x[70] = value
-    check_encoding(COMPILED, loop, x, carried=value != 0, device=device)
+    check_encoding(COMPILED, loop, x, carried=torch.float32 if value else None, device=device)
 
 
 @devices
@@ -92,13 +93,15 @@ def test_an_orthonormal_basis_is_one_of_the_same_columns(device: str) -> None:
 
 @devices
 @few
-@given(x=vectors(), share=st.sampled_from([0, 0.0005, 0.01, 0.3, 0.9, 1]), carried=st.booleans())
-def test_takes_the_largest_that_the_reference_takes(device: str, x: Tensor, share: float, carried: bool) -> None:
+@given(x=vectors(), share=st.sampled_from([0, 0.0005, 0.01, 0.3, 0.9, 1]), carried=st.sampled_from(CARRIED))
+def test_takes_the_largest_that_the_reference_takes(
+    device: str, x: Tensor, share: float, carried: torch.dtype | None
+) -> None:
     k = min(len(x), -(-int(share * 10000) * len(x) // 10000))
-    old = torch.linspace(-1e-3, 1e-3, len(x))
-    kept, left = torch.full_like(x, 7).to(device), torch.full_like(x, 7)
-    places, values = COMPILED.largest(x.to(device), k, Carry(old.to(device), kept) if carried else None)
-    wanted, theirs = PLAIN.largest(x, k, Carry(old, left) if carried else None)
+    old = torch.linspace(-1e-3, 1e-3, len(x)).to(carried or torch.float32)
+    kept, left = torch.full_like(old, 7).to(device), torch.full_like(old, 7)
+    places, values = COMPILED.largest(x.to(device), k, Carry(old.to(device), kept, UP) if carried else None)
+    wanted, theirs = PLAIN.largest(x, k, Carry(old, left, UP) if carried else None)
     assert torch.equal(places.cpu(), wanted)
     assert same(values.cpu(), theirs)
     assert same(kept.cpu(), left)
@@ -142,7 +145,7 @@ def test_places_are_within_the_layer_whatever_the_bytes_are(device: str, data: b
 @pytest.mark.parametrize("name", ["two means, column 2048", "two means, one column", "sign", "int8", "qsgd", "natural"])
 def test_millions_of_values_on_a_gpu(name: str) -> None:
     x = torch.randn(3_000_001, generator=torch.Generator().manual_seed(3))
-    check_encoding(COMPILED, LOOPS[name], x, carried=True, device="cuda")
+    check_encoding(COMPILED, LOOPS[name], x, carried=torch.float32, device="cuda")
     check_decoding(COMPILED, LOOPS[name], x, 3, False, 1 / 3, "cuda")
 
 

@@ -11,7 +11,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all gpu test-steady test-torch test-mutants simulate soak exits chaos fuzz lint docs bench wheel-test test-torch27 spark clean types
+.PHONY: help demo test test-all gpu test-steady test-torch test-mutants simulate soak exits chaos fuzz lint docs bench bench-cost wheel-test test-torch27 spark clean types
 
 # Where Python may keep no bytecode every process compiles commlib anew: half of what it takes to import it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -79,6 +79,9 @@ bench: $(READY)  ## measure link, codecs, exchanges and training on emulated hos
 	$(BIN)/commlib bench exchange $(AT) --save $(FIGURES)
 	$(BIN)/commlib bench train $(AT) --save $(FIGURES)
 	$(BIN)/commlib bench report $(FIGURES)
+
+bench-cost: $(READY)  ## what routes cost a process beyond plain DDP: memory, first steps, attaching, time of cores
+	$(BIN)/commlib bench cost --save $(FIGURES) $(ARGS)
 
 # The wheel goes into a venv of its own that borrows the dependencies from .venv but not the editable
 # install (Python reads no .pth file of a folder that a .pth file names). The tests are copied away

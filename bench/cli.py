@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from commlib.bench.codec.command import codec
+from commlib.bench.cost.command import cost
 from commlib.bench.exchange.command import exchange
 from commlib.bench.gpu.command import gpu
 from commlib.bench.lab.command import lab
@@ -32,6 +33,7 @@ app.command("link", short_help="Every collective by message size, against the ra
 app.command("codec", short_help="Speed, error and size of codecs on one gradient.")(codec)
 app.command("exchange", short_help="Every exchange × codec at the layers of a real model.")(exchange)
 app.command("train", short_help="Would it help here? DDP, PyTorch's hooks and ours in turn.")(train)
+app.command("cost", short_help="Memory, first steps and time of cores beyond plain DDP's.")(cost)
 app.command("gpu", short_help="All that only a GPU can tell, in some minutes.")(gpu)
 app.command("server", short_help="Steps with a parameter server, against the line.")(server)
 app.command("report", short_help="Saved figures as one HTML page, with a verdict.")(report)

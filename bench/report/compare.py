@@ -48,6 +48,7 @@ KINDS: Mapping[str, RecordKind] = {
         ("step_s", "compress_s", "wire_s", "decompress_s", "vs_dense", "times_fewer"),
         "vs_dense",
     ),
+    "cost": RecordKind(("model", "route"), ("held_mb", "attach_s", "step_s", "vs_ddp"), None),
     "link": RecordKind(("backend", "op", "bytes"), ("seconds", "of_line"), None),
     "codec": RecordKind(("codec", "op", "numel", "dtype", "device"), ("seconds", "copy_multiple"), "copy_multiple"),
 }

@@ -30,7 +30,7 @@ from commlib.bench.results.table import Row, print_rows
 from commlib.planning.plan import Plan
 
 SCHEMA = 1
-KINDS = ("link", "codec", "exchange", "train", "fsdp2", "plan", "server", "gpu")
+KINDS = ("link", "codec", "exchange", "train", "fsdp2", "cost", "plan", "server", "gpu")
 _OWN = ("schema", "kind", "run")
 
 

@@ -86,9 +86,10 @@ def test_every_kind_has_a_table_of_its_own(tmp_path: Path, capsys: pytest.Captur
         save(tmp_path / name, [sharded("x", factor, 1.0)], kind="fsdp2")
         save(tmp_path / name, [link(1024, factor), link(4096, 2 * factor)], kind="link")
         save(tmp_path / name, [{"codec": "c", "op": "compress", "numel": 1, "seconds": factor}], kind="codec")
+        save(tmp_path / name, [{"model": "m", "route": "x", "step_s": factor}], kind="cost")
         save(tmp_path / name, [{"model": "m", "exchange": "e", "codec": "c", "step_s": factor}], kind="exchange")
     rows, _ = compared(capsys, tmp_path / "a", tmp_path / "b")
-    assert [r["kind"] for r in rows] == ["train", "fsdp2", "exchange", "link", "link", "codec"]
+    assert [r["kind"] for r in rows] == ["train", "fsdp2", "exchange", "cost", "link", "link", "codec"]
     assert all(r.get("step_s", r.get("seconds")) == 3.0 for r in rows)
     compare(tmp_path / "a", tmp_path / "b")
     out = capsys.readouterr().out

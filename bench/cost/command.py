@@ -82,8 +82,10 @@ def cost(
             sheets, lost = _measure(where, name, jobs, 1 if quick else rounds)
             measured += rows(name, shapes, contenders, sheets, lost)
     title = f"{run['ranks']} ranks, medians of {run['rounds']} runs of {steps} steps"
-    hide: tuple[str, ...] = () if console(sys.stdout).width >= 130 else ("by", "parameters", "held_mb")
-    hide += ("status",) if all(row["status"] == "ok" for row in measured) else ()
+    for row in measured:
+        if row["status"] != "ok":
+            print(f"left out: {row['route']} at {row['model']}: {row['status']}", file=sys.stderr)
+    hide = ("status",) if console(sys.stdout).width >= 130 else ("status", "by", "parameters", "held_mb", "step_s")
     emit(Record("cost", run, measured), title=title, as_json=as_json, save=save, hide=hide)
 
 

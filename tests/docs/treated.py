@@ -50,7 +50,8 @@ CUT = {
     r"commlib train\b(?!.* --task sparse-logistic)": "--steps 2",
     r"commlib train\b.* --seeds ": "--seeds 1",
     r"commlib train\b.* --ranks 16 .* --step-time ": "--ranks 4 --step-time 0.01",
-    r"commlib bench cost\b(?!.* --model )": "--model mymodels:few --rounds 1 --steps 1",
+    r"commlib bench cost\b": "--rounds 1 --steps 1",
+    r"commlib bench cost\b(?!.* --model )": "--model mymodels:few",
     r"commlib bench cost\b(?!.* --(only|comm) )": "--only none",
     r"commlib bench gpu\b": "--device cpu --stage sanitizer",  # which is left out there, with its reason
     r"commlib bench train\b.* --backend nccl\b": "--backend gloo",

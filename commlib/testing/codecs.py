@@ -36,6 +36,7 @@ from commlib.codecs import registry
 from commlib.codecs.base import Compressor, LayerSpec, Memory, scales_of
 from commlib.codecs.error_feedback import ErrorFeedback
 from commlib.codecs.residuals import DTYPES, bar
+from commlib.exchange.layer_task import rounding
 from commlib.testing.assertions import (
     close,
     decode,
@@ -246,8 +247,8 @@ def _check_sum(codec: Compressor, spec: LayerSpec, seed: int) -> None:
         # of whatever was added up: a variance above 1 makes feedback grow, yet nothing may be lost
         size = max([size, *(float(v.abs().amax()) for v in memory.new.values() if v.numel())])
     owed = sum((memory.new[k].double() for k, s in codec.slots(spec).items() if s.role == "pending"), sent)
-    bound = max([1e-4, *(2 * torch.finfo(v.dtype).eps for v in memory.new.values())])  # of rounding what is kept
-    require(bool(((owed - total).abs() <= bound * size).all()), codec, spec, "sent + residual is not the sum of the x")
+    bound = rounding(memory.new) * size
+    require(bool(((owed - total).abs() <= bound).all()), codec, spec, "sent + residual is not the sum of the x")
 
 
 def check_elementwise(codec: Compressor, spec: LayerSpec, *, seed: int = 0) -> None:

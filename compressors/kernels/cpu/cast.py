@@ -13,7 +13,7 @@ from commlib.compressors.kernels.cpu.jit import Floats, Scalar, jit
 from commlib.compressors.kernels.cpu.onebit import add
 
 CHUNK = 4096
-ONE, MINUS = np.float32(1), np.float32(-1)
+MINUS = np.float32(-1)
 Shorts = np.ndarray[Any, np.dtype[np.uint16]]
 
 
@@ -77,20 +77,6 @@ def shorten(v: Floats, short: Shorts, up: int) -> None:
         floats[:rest] = v[whole:]
         simd.cut_off(floats, shorts, 0, up)
         short[whole:] = shorts[:rest]
-
-
-@jit
-def widen(short: Shorts, out: Floats) -> None:
-    """Bfloat16 as float32."""
-    whole = len(out) // simd.WIDTH * simd.WIDTH
-    for i in range(0, whole, simd.WIDTH):
-        simd.put_brain(short, ONE, out, i)
-    rest = len(out) - whole
-    if rest:
-        floats, shorts = np.empty(simd.WIDTH, np.float32), np.zeros(simd.WIDTH, np.uint16)
-        shorts[:rest] = short[whole:]
-        simd.put_brain(shorts, ONE, floats, 0)
-        out[whole:] = floats[:rest]
 
 
 @jit

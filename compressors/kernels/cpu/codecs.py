@@ -254,7 +254,7 @@ def _tiles(x: Tensor, carry: Carry | None, unit: int) -> Iterator[tuple[int, int
     for first in range(0, n, span):
         last = min(n, first + span)
         tile = room[: last - first]
-        cast.widen(old[first:last], tile)
+        cast.cast_decode(old[None, first:last], tile, True, False, 1.0)  # widened
         yield first, last, (xs[first:last], tile, tile, True)
         cast.shorten(tile, new[first:last], carry.up)
 

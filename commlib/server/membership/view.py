@@ -2,6 +2,8 @@
 
 A key passes from one shard to another in two views: in the first the new one is among its replicas, and gets to know
 what there is to know; in the second it is the owner. So the owner of a view always kept the key in the one before.
+Replicas pass likewise: one that has the key stays until as many others have it. So a shard that dies while keys move is
+no worse than one that dies at any other time.
 """
 
 from __future__ import annotations
@@ -70,6 +72,8 @@ def following(
                 raise PeerLost(f"{key} was not given its first values, which is the first worker's part: restart")
             raise PeerLost(f"{key} was kept by {gone}, and is lost: more copies, or --restore of a snapshot")
         owner = having[0]
-        places[key] = (owner, *[s for s in wanted if s != owner][: copies if owner != wanted[0] else copies - 1])
+        at = owner, *[s for s in wanted if s != owner][: copies if owner != wanted[0] else copies - 1]
+        lacking = len(wanted) - sum(s in having for s in at)  # of those that have it now, that many more are to stay
+        places[key] = (*at, *[s for s in having if s not in at][: max(0, lacking)])
     here = {worker: old.workers.get(worker, max(clock, *old.workers.values(), 0)) for worker in sorted(workers)}
     return old if (places, here) == (old.places, old.workers) else View(old.number + 1, places, here)

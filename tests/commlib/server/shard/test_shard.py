@@ -297,15 +297,6 @@ def test_when_workers_die_and_come_back_nothing_acknowledged_is_lost_and_nothing
     cluster.check()
 
 
-def test_a_key_that_nobody_has_any_more_is_named_with_who_kept_it_and_what_to_do() -> None:
-    ring = HashRing("ab")
-    view = first(ring, [0], KEYS)
-    lost = next(key for key, at in view.places.items() if at == ("a",))
-    with pytest.raises(PeerLost, match=r"kept by a, and is lost: more copies, or --restore") as e:
-        following(view, ring.left("a"), [0], KEYS, {"b": [k for k, at in view.places.items() if at == ("b",)]}, 0)
-    assert lost.partition("[")[0] in str(e.value)
-
-
 def test_a_shard_that_is_to_own_what_it_does_not_have_says_so() -> None:
     shard = Shard("a", View(0, {}, {0: 0}), functools.partial(cell, BSP(), (0,)))
     with pytest.raises(CommlibError, match=r"shard a shall own w\[0\] in view 1, and does not have it"):

@@ -21,7 +21,7 @@ from commlib.codecs.memory_store import MemoryStore
 from commlib.ddp.known_buckets import LayerRun, LayerRuns, PlainBucket, PlainBuckets
 from commlib.errors import WrongGradient
 from commlib.exchange import two_level
-from commlib.exchange.buffers import StepBuffers
+from commlib.exchange.buffers import SpareBuffers, StepBuffers
 from commlib.exchange.chunking import Routes, in_parts
 from commlib.exchange.collectives import Rounds, lockstep
 from commlib.exchange.factors.layers import FactorLayers
@@ -170,7 +170,7 @@ class BucketPlanner:
         self.meters = {s.name: Meter(s.device, s.name) for s in specs}
         self._nodes = world.size if levels is None else levels.inter.size
         self._dense_steps, self._seed = dense_steps, seed
-        self._arenas: dict[tuple[str, int], StepBuffers] = {}
+        self._spare = SpareBuffers()
         self._parts: dict[tuple[Meter, int], Meter] = {}
 
     def plain(self, bucket: Any, plan: Plan) -> PlainBucket | None:
@@ -274,7 +274,7 @@ class BucketPlanner:
         """An exchange that gives its layers' memory back; one that breaks off does not: it may be in use."""
         yield from rounds
         for item in (i for items in routes.values() for i in items):
-            self._arenas[item.spec.name, item.part.index] = item.arena
+            self._spare.take_back((item.spec.name, item.part.index), item.arena, self._steps.count)
 
     def _own(self, item: LayerTask, part: int) -> tuple[StepBuffers, Meter]:
         """Buffers and meter of a part, for good: threads may be at work on several parts of a layer, and a meter is one
@@ -285,9 +285,7 @@ class BucketPlanner:
         return self._arena(item.spec.name, part), self._parts[whole, part]
 
     def _arena(self, layer: str, part: int) -> StepBuffers:
-        arena = self._arenas.pop((layer, part), None) or StepBuffers()
-        arena.rewind()
-        return arena
+        return self._spare.lend((layer, part), self._steps.count)
 
     def _route(self, plan: Plan, name: str) -> Route:
         planned, step = plan.layers[name], self._steps.count

@@ -5,7 +5,7 @@ What the system gives anew costs a page fault for every 4 kB, more than most cod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -61,6 +61,38 @@ class StepBuffers:
         self._made[self._next : self._next + 1] = [tensor]
         self._next += 1
         return tensor
+
+
+class SpareBuffers:
+    """Buffers of exchanges that are not under way, by what they are of; those of none of the last steps are freed.
+
+    So what was sorted otherwise, by another plan or in DDP's first buckets, leaves none behind.
+    """
+
+    _STEPS = 2  # a step that is sorted otherwise, once, costs the next one nothing
+
+    def __init__(self) -> None:
+        self._spare: dict[Hashable, tuple[StepBuffers, int]] = {}
+        self._step = 0
+
+    def lend(self, key: Hashable, step: int) -> StepBuffers:
+        """Buffers of this exchange, rewound: those of its last time if they are there.
+
+        Args:
+            key: what the exchange is of.
+            step: count of steps.
+        """
+        if step != self._step:
+            self._step = step
+            oldest = step - self._STEPS
+            self._spare = {k: found for k, found in self._spare.items() if oldest <= found[1] <= step}
+        arena, _ = self._spare.pop(key, (StepBuffers(), step))
+        arena.rewind()
+        return arena
+
+    def take_back(self, key: Hashable, arena: StepBuffers, step: int) -> None:
+        """Keep the buffers of an exchange that is through. Arguments as :meth:`lend`."""
+        self._spare[key] = arena, step
 
 
 _ALIGN = 8  # codecs view parts of a payload as float32: every payload starts at such a boundary

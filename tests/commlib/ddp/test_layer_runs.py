@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from commlib.codecs.slots import Memory
 from commlib.compressors.fp16 import Float16
 from commlib.ddp.buckets import BucketPlanner
 from commlib.exchange import chunking
+from commlib.exchange.buffers import StepBuffers
 from commlib.groups.world import World
 from tests.support.rank_pool import Fleet
 from tests.support.tiers import full
@@ -124,6 +126,27 @@ def test_replicas_of_three_ranks_are_equal_and_near_those_of_layers_one_by_one(
         assert held.keys() == held_1.keys()
         for name, value in weights.items():
             torch.testing.assert_close(value, weights_1[name], rtol=0, atol=2e-2)
+
+
+def memory(world: World) -> list[int]:
+    """Bytes of buffers after some steps; and after so many of a second attaching, to buckets that stay as they are."""
+    ddp, found = DistributedDataParallel(model(False), bucket_cap_mb=0.001), []
+    for _ in range(2):
+        comm = commlib.attach(ddp, "fp16:ef=off")
+        for _ in range(6):
+            ddp.zero_grad()
+            ddp(torch.ones(4, 1, WIDTH)).square().mean().backward()
+        gc.collect()
+        made = [t for each in gc.get_objects() if isinstance(each, StepBuffers) for t in each._made]
+        found.append(sum({t.data_ptr(): t.nbytes for t in made}.values()))
+        comm.detach()
+        del comm, made
+    return found
+
+
+def test_buffers_of_runs_of_before_ddp_filled_its_buckets_anew_are_freed(fleet: Fleet) -> None:
+    for first, second in fleet.run(2, memory):
+        assert first == second > 0
 
 
 def moved(world: World) -> list[bool]:

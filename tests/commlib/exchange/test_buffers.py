@@ -12,7 +12,7 @@ from commlib.bench.exchange.combinations import Pair, choose
 from commlib.codecs.memory_store import MemoryStore
 from commlib.ddp.buckets import BucketPlanner
 from commlib.exchange import chunking
-from commlib.exchange.buffers import StepBuffers
+from commlib.exchange.buffers import SpareBuffers, StepBuffers
 from commlib.exchange.collectives import Rounds
 from commlib.exchange.hierarchy import Hierarchy
 from commlib.exchange.registry import BY_ROWS
@@ -61,6 +61,18 @@ def test_what_is_asked_for_no_more_is_not_kept() -> None:
     arena.rewind()
     assert arena.bytes(8, CPU).data_ptr() == kept.data_ptr()
     assert len(arena._made) == 1 < len(gone)
+
+
+def test_buffers_of_an_exchange_are_lent_to_its_next_time_only_and_freed_if_there_is_none() -> None:
+    spare, places = SpareBuffers(), dict[str, list[int]]()
+    for step in range(8):
+        for key in ("in every step", *(["in every other"] if step % 2 else []), *(["once"] if step == 1 else [])):
+            arena = spare.lend(key, step)
+            places.setdefault(key, []).append(arena.bytes(64, CPU).data_ptr())
+            assert spare.lend(key, step)._made == []  # to another at the same time: its own
+            spare.take_back(key, arena, step)
+    assert len(set(places["in every step"])) == len(set(places["in every other"])) == 1
+    assert spare._spare.keys() == {"in every step", "in every other"}
 
 
 class Bucket:

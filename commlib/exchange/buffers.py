@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from commlib.groups.world import World
 from commlib.runtime import scratch
 
 T = TypeVar("T")
@@ -40,7 +41,7 @@ class StepBuffers:
         return found
 
     def bytes(self, n: int, device: torch.device) -> Tensor:
-        """Shape (n,), uint8, of zeros when it is made. (Padding is sent too, and must not vary.)"""
+        """Shape (n,), uint8, of zeros when it is made: padding is sent, too, and nothing else may be in it."""
         found = self._take((n,), torch.uint8, device)
         return self._put(scratch.zeros((n,), torch.uint8, device)) if found is None else found
 
@@ -48,6 +49,11 @@ class StepBuffers:
         """Tensor of any content."""
         found = self._take(shape, dtype, device)
         return self._put(scratch.zeros(shape, dtype, device)) if found is None else found
+
+    def gathered(self, n: int, world: World, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Room of an all-gather of n bytes a rank, (P·n,), and this rank's part of it, (n,): it is sent from there."""
+        found = self.bytes(world.size * n, device)
+        return found, own_row(found, world)
 
     def _take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor | None:
         if self._next < len(self._made):
@@ -123,6 +129,11 @@ class Packing:
         # rows of no bytes would begin anywhere
         whole = buffer.view(count, self.total) if self.total else buffer.new_empty(count, _ALIGN)
         return [whole[:, o : o + n] for o, n in zip(self.offsets, self.lengths, strict=True)]
+
+
+def own_row(buffer: Tensor, world: World) -> Tensor:
+    """This rank's part of a flat buffer in which every rank has an equal one."""
+    return rows(buffer, world.size)[world.rank]
 
 
 def rows(buffer: Tensor, count: int) -> list[Tensor]:

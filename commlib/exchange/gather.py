@@ -30,12 +30,11 @@ class GatherExchange(Exchange):
         layers = tuple((i.codec, i.spec) for i in items)
         packing = items[0].arena.known(layers, lambda: Packing([codec.nbytes(spec) for codec, spec in layers]))
         device = items[0].grad.device
-        payload = items[0].arena.bytes(packing.total, device)
+        gathered, payload = items[0].arena.gathered(packing.total, world, device)
         for item, part in zip(items, packing.slices(payload), strict=True):
             with item.meter.phase("compress"):
                 seed = item.seeds.of(item.codec, world.rank)
                 item.encode(item.work_grad(), part, memory=item.memory, seed=seed)
-        gathered = items[0].arena.bytes(world.size * packing.total, device)
         yield [AllGather(gathered, payload, payers(items, packing.lengths))]
         for item, payloads in zip(items, packing.columns(gathered, world.size), strict=True):
             with item.meter.phase("decompress"):

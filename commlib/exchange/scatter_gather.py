@@ -15,7 +15,7 @@ from torch import Tensor
 
 from commlib.codecs.base import Compressor, LayerSpec, Memory
 from commlib.exchange.base import Exchange
-from commlib.exchange.buffers import Packing, rows
+from commlib.exchange.buffers import Packing, own_row, rows
 from commlib.exchange.collectives import AllGather, AllToAll, Collective, Rounds
 from commlib.exchange.layer_task import WHOLE, ChunkIndex, LayerTask, Stripe, cut
 from commlib.groups.world import World
@@ -53,17 +53,16 @@ class ScatterGatherExchange(Exchange):
 
     def rounds(self, items: Sequence[LayerTask], world: World, buffer: Tensor | None) -> Rounds:
         """Scatter stripes, sum and re-encode one's own, gather them all; the owner too uses what the others decode."""
-        device, arena = items[0].grad.device, items[0].arena
-        parts, packings, incoming = yield from scatter(items, world)
+        parts, packings, incoming, room = yield from scatter(items, world)
         mine = packings[world.rank]
-        reply = arena.bytes(max(p.total for p in packings), device)
+        gathered = room[: world.size * max(p.total for p in packings)]
+        reply = own_row(gathered, world)
         for i, (item, part) in enumerate(zip(items, parts, strict=True)):
             mean = mean_of_stripe(item, part[world.rank], incoming[i], world)
             with item.meter.phase("compress"):
                 seed = item.seeds.of(item.codec, world.rank, f"owner {world.rank}")
                 memory = _owners(item, part[world.rank], world)
                 item.encode(mean, mine.slices(reply)[i], memory=memory, seed=seed)
-        gathered = arena.bytes(world.size * len(reply), device)
         yield [AllGather(gathered, reply, [(item.meter, n) for item, n in zip(items, mine.lengths, strict=True)])]
 
         replies = [p.slices(row) for p, row in zip(packings, rows(gathered, world.size), strict=True)]
@@ -78,12 +77,13 @@ class ScatterGatherExchange(Exchange):
 
 def scatter(
     items: Sequence[LayerTask], world: World
-) -> Generator[list[Collective], None, tuple[list[list[Stripe]], list[Packing], list[Tensor]]]:
+) -> Generator[list[Collective], None, tuple[list[list[Stripe]], list[Packing], list[Tensor], Tensor]]:
     """The first half: every stripe to its owner.
 
     Returns:
         What travels of every layer's stripes; for every rank the payloads of what it owns; and for every layer all
-        ranks' payloads of this rank's stripe, (P, length) uint8, for :func:`mean_of_stripe`.
+        ranks' payloads of this rank's stripe, (P, length) uint8, for :func:`mean_of_stripe`. And the memory that all
+        this was sent from, which is free now: uint8, with room for as much from each rank as any of them owns.
     """
     device, arena = items[0].grad.device, items[0].arena
     layers = tuple((i.codec, i.spec, i.part) for i in items)
@@ -91,7 +91,8 @@ def scatter(
     mine = packings[world.rank]
     splits = [p.total for p in packings]
 
-    send = arena.bytes(sum(splits), device)
+    room = arena.bytes(max(sum(splits), world.size * max(splits)), device)
+    send = room[: sum(splits)]
     outgoing = [
         p.slices(send[a:b]) for p, (a, b) in zip(packings, pairwise(accumulate(splits, initial=0)), strict=True)
     ]
@@ -104,7 +105,7 @@ def scatter(
     received = arena.bytes(world.size * mine.total, device)
     shares = [(item.meter, sum(p.lengths[i] for p in packings)) for i, item in enumerate(items)]
     yield [AllToAll(received, send, [mine.total] * world.size, splits, world.rank, shares)]
-    return parts, packings, mine.columns(received, world.size)
+    return parts, packings, mine.columns(received, world.size), room
 
 
 _Layer = tuple[Compressor, LayerSpec, ChunkIndex]

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from commlib.exchange.buffers import rows
+from commlib.exchange.buffers import own_row, rows
 from commlib.exchange.collectives import AllGather, AllToAll, Among, Rounds, among, lockstep
 from commlib.exchange.layer_task import LayerTask, Stripe, payers
 from commlib.exchange.registry import BY_ROWS, EXCHANGES
@@ -73,7 +73,8 @@ def _two_levels(
     size = like.itemsize
 
     with items[0].meter.phase("compress"):
-        send = arena.empty((sum(totals),), like.dtype, like.device)
+        room = arena.empty((max(sum(totals), local.size * max(totals)),), like.dtype, like.device)
+        send = room[: sum(totals)]
         torch.cat([grad[j] for j in range(local.size) for grad in grads], out=send)
     received = arena.empty((local.size * mine,), like.dtype, like.device)
     shares = payers(items, [item.grad.nbytes for item in items])
@@ -81,7 +82,8 @@ def _two_levels(
     out_splits = [mine * size] * local.size
     yield [Among("local", AllToAll(_bytes(received), _bytes(send), out_splits, splits, local.rank, shares))]
 
-    reply = arena.bytes(max(totals) * size, like.device).view(like.dtype)
+    gathered = room[: local.size * max(totals)]  # what it was for has been sent
+    reply = own_row(gathered, local)
     mean = reply[:mine]
     with items[0].meter.phase("decompress"):
         first, *others = rows(received, local.size)
@@ -97,7 +99,6 @@ def _two_levels(
     between = [EXCHANGES[exchange].rounds(part, inter, whole) for exchange, part in stripes.items()]
     yield from among("inter", lockstep(between))
 
-    gathered = arena.empty((local.size * len(reply),), like.dtype, like.device)
     shares = payers(items, [n * size for n in layouts[local.rank]])
     yield [Among("local", AllGather(_bytes(gathered), _bytes(reply), shares))]
 

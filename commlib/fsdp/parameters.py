@@ -43,7 +43,7 @@ def rounds(
     """
     device, sizes = part.device, [spec.numel for spec in specs]
     packing = Packing([s.nbytes if codec is None else codec.nbytes(s) for s, codec in zip(specs, codecs, strict=True)])
-    payload = arena.bytes(packing.total, device)
+    got, payload = arena.gathered(packing.total, world, device)
     chunks = zip(specs, codecs, meters, torch.split(part, sizes), packing.slices(payload), strict=True)
     for spec, codec, meter, x, place in chunks:
         meter.would_send(spec.nbytes * world.size / 2, world.size)  # an all-gather is half an all-reduce
@@ -52,7 +52,6 @@ def rounds(
                 place.view(x.dtype).copy_(x)
             else:
                 codec.compress(_float32(x, copy=True).view(spec.shape), place, memory=_NOTHING, seed=0)
-    got = arena.bytes(world.size * packing.total, device)
     yield [AllGather(got, payload, list(zip(meters, packing.lengths, strict=True)))]
 
     for row, came in zip(out.view(world.size, -1), rows(got, world.size), strict=True):

@@ -37,7 +37,7 @@ def to_owners(items: Sequence[LayerTask], world: World, means: Sequence[Tensor])
 
     Decoded and added in rank order, so that it does not matter to the result who owns what.
     """
-    parts, _, incoming = yield from scatter(items, world)
+    parts, _, incoming, _ = yield from scatter(items, world)
     for item, part, payloads, mean in zip(items, parts, incoming, means, strict=True):
         found = mean_of_stripe(item, part[world.rank], payloads, world)
         mean.copy_(found.view(-1))
@@ -49,10 +49,9 @@ def to_all(
     """Every rank gets the others' parts of ``wholes``, (n,) each, bit for bit; this rank's own are there already."""
     packings, device = rows_of(cuts, world.size), wholes[0].device
     mine = packings[world.rank]
-    send = arena.bytes(max(p.total for p in packings), device)
+    got, send = arena.gathered(max(p.total for p in packings), world, device)
     for cut, whole, place in zip(cuts, wholes, mine.slices(send), strict=True):
         place.view(whole.dtype).copy_(whole[cut.owned(world.rank, world.size)])
-    got = arena.bytes(world.size * len(send), device)
     yield [AllGather(got, send, list(zip(meters, mine.lengths, strict=True)))]
     for p, (packing, row) in enumerate(zip(packings, rows(got, world.size), strict=True)):
         if p != world.rank:

@@ -69,11 +69,10 @@ class OwnerExchange(RowExchange):
         parts = [_parts(item, world.size) for item in here]
         lengths = [max(p.numel() for p in own) * item.grad.itemsize for item, own in zip(here, parts, strict=True)]
         packing = Packing(lengths)
-        mine = here[0].arena.bytes(packing.total, here[0].grad.device)
+        gathered, mine = here[0].arena.gathered(packing.total, world, here[0].grad.device)
         for item, own, room in zip(here, parts, packing.slices(mine), strict=True):
             with item.meter.phase("decompress"):
                 _make(item, world, _like(own[world.rank], room))
-        gathered = here[0].arena.bytes(world.size * len(mine), mine.device)
         yield [AllGather(gathered, mine, payers(here, lengths))]
         for j, row in enumerate(rows(gathered, world.size)):
             for item, own, room in zip(here, parts, packing.slices(row), strict=True):

@@ -137,6 +137,11 @@ def _made(seen: torch.autograd.profiler.profile) -> Iterator[int]:
 def made(rule: str, dtype: torch.dtype, steps: int, local: int = 1) -> list[int]:
     """Bytes of the tensors made in the last of so many steps, with so many ranks on each of two nodes."""
     ranks = [Rank(rule, rank, dtype, local) for rank in range(SIZE * local)]
+    return trained(ranks, steps, local)
+
+
+def trained(ranks: list[Rank], steps: int, local: int = 1) -> list[int]:
+    """Bytes of the tensors that these ranks make in the last of so many steps, which they take."""
     sizes: list[int] = []
     for _ in range(steps):
         sizes.clear()
@@ -184,3 +189,13 @@ def test_parts_of_a_layer_make_none(rule: str, dtype: torch.dtype, monkeypatch: 
 
 def test_two_levels_make_none_of_their_own() -> None:
     assert made("onebit", torch.float32, 4, local=2) == []
+
+
+@pytest.mark.parametrize(("exchange", "times"), [("gather", SIZE), ("scatter_gather", 2)])
+def test_room_is_for_what_comes_and_what_is_sent_has_none_of_its_own(exchange: str, times: int) -> None:
+    ranks = [Rank(f"int8@{exchange}", rank, torch.float32, 1) for rank in range(SIZE)]
+    trained(ranks, 2)
+    sent = sum(p.route.codec.nbytes(p.spec) for p in ranks[0].plan.layers.values())
+    for r in ranks:
+        held = sum(t.nbytes for arena, _ in r.sorter._spare._spare.values() for t in arena._made)
+        assert times * sent <= held < 1.02 * times * sent  # but for what aligns payloads

@@ -43,7 +43,7 @@ if typing.TYPE_CHECKING:
     from commlib.server.job.worker_groups import Topology
     from commlib.server.worker.parameter_server import ParameterServer
     from commlib.server.worker.push_pull import Servers
-    from commlib.telemetry.stats import LayerStats, Stats
+    from commlib.telemetry.stats import HeldBytes, LayerStats, Stats
     from commlib.zero.step import ShardedStep
 
 process_groups.register()  # `init_process_group("zmq")` knows it once commlib is imported
@@ -62,6 +62,7 @@ _HOME = {
     "ElasticAveraging": "commlib.local_sgd.elastic",
     "ErrorFeedback": "commlib.codecs.error_feedback",
     "Exact": "commlib.planning.policy",
+    "HeldBytes": "commlib.telemetry.stats",
     "HetPipe": "commlib.pipeline.hetpipe",
     "HookState": "commlib.ddp.state",
     "LayerSpec": "commlib.codecs.base",
@@ -108,6 +109,7 @@ __all__ = [
     "ElasticAveraging",
     "ErrorFeedback",
     "Exact",
+    "HeldBytes",
     "HetPipe",
     "HookState",
     "LayerSpec",

@@ -9,6 +9,7 @@ Layout (strings, numbers and tensors only; keys differ from rank to rank, so a d
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from commlib.errors import CheckpointMismatch
 from commlib.exchange.hierarchy import Hierarchy, HierarchyShare, share
 from commlib.groups.world import World
 from commlib.planning.plan import Plan, PlannedLayer
+
+_log = logging.getLogger("commlib")
 
 StateDict = dict[str, Any]
 
@@ -116,7 +119,17 @@ def from_state(
     store.clear()
     for name, key, slot, value, start in found:
         store.restore(name, key, slot, value.to(plan.layers[name].spec.device), start=start)
+    _say_rounded(found)
     return int(state["step"])
+
+
+def _say_rounded(found: Sequence[_Entry]) -> None:
+    """Tell the log of values that the format in which they are kept here does not have."""
+    short = [(slot.dtype, value) for _, _, slot, value, _ in found if slot.dtype != value.dtype]
+    rounded = [dtype for dtype, value in short if not torch.equal(value.to(dtype).to(value.dtype), value)]
+    if rounded:
+        into = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in rounded}))
+        _log.info("%d residuals of the checkpoint are rounded to %s, in which they are kept here", len(rounded), into)
 
 
 def needed_slots(plan: Plan, world: World, hierarchy: Hierarchy | None) -> dict[str, set[str]]:

@@ -71,6 +71,15 @@ class MemoryStore:
         """Whether nothing is kept, so nothing has to be drained either."""
         return not any(self._pairs.values())
 
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes of what is held back, and of what else is kept: both buffers of each slot."""
+        held = [0, 0]
+        for layer in list(self._pairs.values()):  # a step may be under way
+            for pair in list(layer.values()):
+                held[pair.slot.role != "pending"] += sum(tensor.nbytes for tensor in pair.tensors)
+        return held[0], held[1]
+
     def memory(self, spec: LayerSpec, slots: Mapping[str, Slot], *, prefix: str = "", start: int = 0) -> Memory:
         """The slots of a layer for the step under way, which must write all of them."""
         self._committed = []

@@ -173,6 +173,11 @@ class BucketPlanner:
         self._spare = SpareBuffers()
         self._parts: dict[tuple[Meter, int], Meter] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers of exchanges that are not under way."""
+        return self._spare.nbytes
+
     def plain(self, bucket: Any, plan: Plan) -> PlainBucket | None:
         """Plain bucket for a bucket that need not be sorted: all of it goes uncompressed, and nothing is held back."""
         return self._plain.find(bucket, plan) if self._store.empty else None

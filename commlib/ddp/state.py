@@ -45,7 +45,7 @@ from commlib.runtime.layers import inside, name_of, trained_parameters
 from commlib.runtime.streams import Moment
 from commlib.server.worker.push_pull import Servers
 from commlib.telemetry.recorder import Recording, Tracer
-from commlib.telemetry.stats import Meter, Stats
+from commlib.telemetry.stats import HeldBytes, Meter, Stats
 
 _log = logging.getLogger("commlib")
 _NONE = 1 << 62
@@ -209,7 +209,13 @@ class HookState:
         routes = {p.spec.name: (str(p.route), p.spec.numel) for p in self._plan}
         steps, tracks = self._steps, self._sequencer.tracks
         sent = tracks.wire_bytes + (self._observer.sent if self._observer else 0.0)
-        return Stats.of(steps.count, steps.skipped, sent, routes, self._buckets.meters, tracks.inter_bytes)
+        meters, inter = self._buckets.meters, tracks.inter_bytes
+        return Stats.of(steps.count, steps.skipped, sent, routes, meters, inter, self.memory())
+
+    def memory(self) -> HeldBytes:
+        """Bytes that routes hold on this rank beyond what DDP does, by kind: residuals, other state, buffers."""
+        self._steps.settle()
+        return HeldBytes(*self._store.nbytes, self._buckets.nbytes)
 
     def state_dict(self) -> StateDict:
         """This rank's residuals and step count: copies in unscaled units, valid at any time between steps.

@@ -28,6 +28,11 @@ class StepBuffers:
         self._next = 0
         self._known: tuple[object, Any] | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(tensor.nbytes for tensor in self._made)
+
     def rewind(self) -> None:
         """A new step: what follows is answered with what was made for the last one. Nobody may need that any more."""
         del self._made[self._next :]
@@ -80,6 +85,11 @@ class SpareBuffers:
     def __init__(self) -> None:
         self._spare: dict[Hashable, tuple[StepBuffers, int]] = {}
         self._step = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is not lent."""
+        return sum(arena.nbytes for arena, _ in list(self._spare.values()))
 
     def lend(self, key: Hashable, step: int) -> StepBuffers:
         """Buffers of this exchange, rewound: those of its last time if they are there.

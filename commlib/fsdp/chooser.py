@@ -125,7 +125,7 @@ class CodecChooser:
         if turn.phase == "failed":
             state = "as it is: measuring has failed (a rank's log says why)"
         elif turn.step_s is not None:
-            state = f"{turn.step_s[0] * 1e3:.4g} ms a step, plain FSDP2 {turn.step_s[1] * 1e3:.4g} ms"
+            state = f"{turn.step_s[0] * 1e3:.4g} ms a step, {turn.step_s[1] * 1e3:.4g} ms without"
         yield f"{choice.policy}: {state}"
         yield from filter(None, [turn.values and f"parameters by {turn.values}", choice.plain.about])
 

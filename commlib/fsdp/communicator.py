@@ -45,7 +45,7 @@ from commlib.runtime import streams
 from commlib.runtime.amp import LossScale
 from commlib.runtime.autograd import at_end_of_backward, wait
 from commlib.runtime.exit import close_at_exit
-from commlib.telemetry.stats import Meter
+from commlib.telemetry.stats import HeldBytes, Meter
 
 _MEAN, _SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 
@@ -111,6 +111,11 @@ class FsdpCommunicator:
     def plan(self) -> Plan:
         """Plan of gradients as it is now."""
         return self._reducer.plan
+
+    @property
+    def memory(self) -> HeldBytes:
+        """Bytes that are held between steps, by kind."""
+        return HeldBytes(*self.store.nbytes, self._reducer.nbytes)
 
     @property
     def settled(self) -> bool:

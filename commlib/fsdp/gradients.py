@@ -143,6 +143,11 @@ class GradientReducer:
             found.setdefault(route.exchange, []).append(item)
         return found
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers of all exchanges."""
+        return sum(arena.nbytes for arena in list(self._made.values()))
+
     def arena(self, key: object) -> StepBuffers:
         """Buffers of one exchange, again in every step: each is through before it is asked for the next time."""
         arena = self._made.setdefault(key, StepBuffers())

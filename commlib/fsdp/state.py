@@ -27,7 +27,7 @@ from commlib.planning.policy import Exact, Policy
 from commlib.planning.route import Rules
 from commlib.runtime.amp import LossScale
 from commlib.telemetry.recorder import Recording, Tracer
-from commlib.telemetry.stats import Stats
+from commlib.telemetry.stats import HeldBytes, Stats
 
 
 class ShardedState:
@@ -148,7 +148,13 @@ class ShardedState:
         """
         traffic, routes = self._traffic, {p.spec.name: (str(p.route), p.spec.numel) for p in self._plan}
         traffic.steps.settle()
-        return Stats.of(traffic.steps.count, traffic.steps.skipped, traffic.sent, routes, traffic.meters)
+        steps = traffic.steps
+        return Stats.of(steps.count, steps.skipped, traffic.sent, routes, traffic.meters, memory=traffic.memory)
+
+    def memory(self) -> HeldBytes:
+        """As :meth:`commlib.HookState.memory`; what parameters travel in is among the buffers."""
+        self._traffic.steps.settle()
+        return self._traffic.memory
 
     def parameter_stats(self) -> Stats:
         """The same for what parameters cost: those of units of which any goes by a codec."""

@@ -8,8 +8,8 @@
 
 FSDP2 asks for one collective after another, so what a unit's takes by a codec is a figure of that unit alone: one trial
 of a codec, on all units, tells it of each. Whether steps become shorter is for whole steps to say: the best of all that
-was tried takes turns with plain FSDP2, and stays only if it wins. Rank 0 decides; it sees neither clocks nor other
-ranks.
+was tried takes turns with what was there before (plain FSDP2, if no codec was named), and stays only if it wins. Rank 0
+decides; it sees neither clocks nor other ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Turn:
         steps: steps until the next review.
         skip: so many of them are not counted: the first by other codecs is never a usual one.
         phase: watch, trial, plain again, steady or failed.
-        step_s: seconds of a step by what is chosen, and of plain FSDP2; None before both are known.
+        step_s: seconds of a step by what is chosen, and without it; None before both are known.
         said: what has happened, for the log; empty if nothing has.
     """
 
@@ -192,8 +192,8 @@ class CodecTrials:
             best = dataclasses.replace(best, span=(yield _trial(best, plain)).span)
             ratios.append(best.span / plain.span)
         if ratios[-1] < _CLEAR or statistics.median(ratios) < _WON:
-            return best, plain.span, f"{best}: {_ms(best.span)} a step, plain FSDP2 takes {_ms(plain.span)}"
-        lost = f"best of the codecs is {best}: {_ms(best.span)} a step, and plain FSDP2 takes {_ms(plain.span)}"
+            return best, plain.span, f"{best}: {_ms(best.span)} a step, {_ms(plain.span)} without"
+        lost = f"best of the codecs is {best}: {_ms(best.span)} a step, and {_ms(plain.span)} without"
         return dataclasses.replace(_AS_THEY_ARE, span=plain.span), plain.span, lost
 
     def _mixture(self, took: Mapping[str, Mapping[str, float]], plain: UnitTimes) -> dict[str, str]:

@@ -16,10 +16,12 @@ from typing import Any, get_args
 import torch
 
 from commlib.__version__ import __version__
+from commlib.codecs.base import Slot
 from commlib.codecs.registry import compressors, make
 from commlib.errors import unknown
 from commlib.exchange.registry import OF_SPARSE
 from commlib.exchange.scatter_gather import stripes
+from commlib.groups.world import World
 from commlib.planning.route import Route, resolve
 from commlib.runtime.layers import Kind, LayerSpec
 
@@ -118,6 +120,19 @@ class Plan:
         """Whether any route keeps something from step to step."""
         return any(p.route.codec.slots(p.spec) or p.route.codec.random for p in self)
 
+    @functools.cached_property
+    def held_bytes(self) -> int:
+        """Bytes that codecs keep from step to step, at the rank that keeps most: two buffers of each residual."""
+        return sum(self._held(p) for p in self if not p.spec.sparse)
+
+    def _held(self, p: PlannedLayer) -> int:
+        codec, spec = p.route.codec, p.spec
+        if self.local > 1 and not p.route.by_rows:
+            spec = stripes(codec, spec, self.local)[0].spec
+        own = p.route.carrier().owned(codec, spec, World(0, self.world))
+        made: list[Slot] = [*codec.slots(spec).values(), *(codec.slots(own.spec).values() if own is not None else ())]
+        return 2 * sum(math.prod(slot.shape) * slot.dtype.itemsize for slot in made)
+
     def describe(self) -> dict[str, str]:
         """Name → ``shape dtype route``: what every rank must agree on."""
         return {p.spec.name: f"{p.spec.layout()} {p.route}" for p in self}
@@ -128,7 +143,16 @@ class Plan:
         shown = [i for i in range(len(head)) if i not in (5, 6) or any(r[i] != "-" for r in rows[1:])]
         widths = [max(len(r[i]) for r in rows) for i in range(len(head))]
         lines = ["  ".join((str.rjust if 3 <= i <= 6 else str.ljust)(r[i], widths[i]) for i in shown) for r in rows]
-        return "\n".join([*filter(None, [self.about]), *(line.rstrip() for line in lines)])
+        return "\n".join([*filter(None, [self.about]), *(line.rstrip() for line in lines), *self._kept()])
+
+    def _kept(self) -> list[str]:
+        """A line on what codecs remember, if they do."""
+        full = sum(p.spec.nbytes for p in self)
+        if not (kept := self.held_bytes):
+            return []
+        return [
+            f"kept from step to step: {kept:,} bytes a rank, {kept / full:.2f} of the gradients; and some to work in"
+        ]
 
     def _row(self, p: PlannedLayer) -> list[str]:
         ranks = self.world * self.local

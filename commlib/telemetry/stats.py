@@ -68,6 +68,26 @@ class LayerStats:
     seconds: dict[str, float]
 
 
+@dataclasses.dataclass(frozen=True)
+class HeldBytes:
+    """Bytes of memory that a rank holds between two steps for its routes, by kind.
+
+    Args:
+        residuals: what was not sent yet, in both buffers: of the last step that counted and of the one under way.
+        state: what else codecs remember, as a momentum or a basis; likewise.
+        buffers: what exchanges are made in. It is used again in the next step.
+    """
+
+    residuals: int = 0
+    state: int = 0
+    buffers: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.residuals + self.state + self.buffers
+
+
 @dataclasses.dataclass
 class Stats:
     """Totals of this rank since ``attach``, but for ``steps``.
@@ -83,6 +103,7 @@ class Stats:
         layers: by parameter name.
         inter_bytes: those of ``wire_bytes`` that went to other nodes; None without a hierarchy, for nobody knows. Rows
             are not counted there: they go flat, and which of them leave a node is for the transport to say.
+        memory: what is held now; None where that is not counted.
     """
 
     steps: int
@@ -92,6 +113,7 @@ class Stats:
     seconds: dict[str, float]
     layers: dict[str, LayerStats]
     inter_bytes: int | None = None
+    memory: HeldBytes | None = None
 
     @property
     def ratio(self) -> float:
@@ -107,6 +129,7 @@ class Stats:
         routes: Mapping[str, tuple[str, int]],
         meters: Mapping[str, Meter],
         inter_bytes: float | None = None,
+        memory: HeldBytes | None = None,
     ) -> Stats:
         """Make totals from what was counted.
 
@@ -117,6 +140,7 @@ class Stats:
             routes: layer → its route and number of values.
             meters: by the same names.
             inter_bytes: sent to other nodes, if that is known.
+            memory: held, if that is known.
         """
         layers = {}
         for name, (route, numel) in routes.items():
@@ -125,7 +149,7 @@ class Stats:
         seconds = {phase: sum(layer.seconds[phase] for layer in layers.values()) for phase in PHASES}
         dense = round(sum(m.dense() for m in meters.values()))
         inter = None if inter_bytes is None else round(inter_bytes)
-        return cls(steps, skipped, round(wire_bytes), dense, seconds, layers, inter)
+        return cls(steps, skipped, round(wire_bytes), dense, seconds, layers, inter, memory)
 
 
 class Meter:

@@ -28,7 +28,7 @@ from commlib.exchange.throttled_group import Throttle
 from commlib.groups.world import World
 from commlib.runtime.autograd import wait
 from commlib.runtime.exit import close_at_exit
-from commlib.telemetry.stats import Meter
+from commlib.telemetry.stats import HeldBytes, Meter
 from commlib.zero.partition import LayerCut, flat, rows_of
 
 
@@ -99,6 +99,11 @@ class ZeroCommunicator:
     def sent(self) -> float:
         """Bytes of this rank."""
         return self._sequencer.tracks.wire_bytes
+
+    @property
+    def memory(self) -> HeldBytes:
+        """Bytes that are held between steps, by kind."""
+        return HeldBytes(*self.store.nbytes, sum(a.nbytes for pair in self._arenas.values() for a in pair))
 
     def gradients(self, bucket: int, found: Mapping[str, nn.Parameter], means: Sequence[Tensor], step: int) -> None:
         """A bucket's leave; what is missing leaves as zeros. ``means`` is filled when :meth:`settle` returns.

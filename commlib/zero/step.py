@@ -198,7 +198,8 @@ class ShardedStep:
     def stats(self) -> Stats:
         """Bytes and seconds."""
         routes = {p.spec.name: (str(p.route.codec), p.spec.numel) for p in self._plan}
-        return Stats.of(self.steps, self.refused, self._traffic.sent, routes, self._traffic.meters)
+        traffic = self._traffic
+        return Stats.of(self.steps, self.refused, traffic.sent, routes, traffic.meters, memory=traffic.memory)
 
     # -- checkpoints ----------------------------------------------------------------------------
 

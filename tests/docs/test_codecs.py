@@ -9,6 +9,7 @@ import pytest
 
 from commlib import LayerSpec
 from commlib.codecs.registry import compressors, load, make
+from commlib.planning.planner import make_plan
 from commlib.planning.route import resolve
 from tests.support.docs_reader import ROOT
 
@@ -51,11 +52,13 @@ def test_options_and_their_defaults_are_those_of_the_code(name: str):
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_bits_feedback_exchange_and_sums_are_those_of_the_code(name: str):
-    _, bits, biased, feedback, exchange, summed, _ = table("spec", "bits/value")[name]
+def test_bits_memory_feedback_exchange_and_sums_are_those_of_the_code(name: str):
+    _, bits, held, biased, feedback, exchange, summed, _ = table("spec", "bits/value")[name]
     layer = LayerSpec("layer", (1024, 1024))
     codec, plain = make(name), load(name)()
     assert float(bits) == pytest.approx(8 * codec.nbytes(layer) / layer.numel, abs=0.006)
+    kept = make_plan([layer], name, world=2, min_size=0).held_bytes
+    assert float(held) == pytest.approx(kept / layer.numel, abs=0.005)
     assert biased == ("no" if plain.unbiased else "yes")
     own = "residual" in plain.slots(layer)
     assert feedback == ("–" if plain.lossless else "its own" if own else "on" if codec.is_feedback else "off")

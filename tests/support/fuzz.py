@@ -39,9 +39,10 @@ from commlib.server.protocol import wire
 from commlib.server.storage import serialization
 from tests.support.frame_samples import FRAMES, mutated
 from tests.support.message_samples import MESSAGES, state
+from tests.support.tiers import slowness
 
 LONGEST_S = 0.05
-"""Seconds of a core that an input may take."""
+"""Seconds of a core as fast as usual that an input may take."""
 MOST_BYTES = 8 << 20
 """Bytes that reading an input may hold at once."""
 
@@ -184,7 +185,8 @@ def survive(reader: Reader, rng: random.Random) -> bool:
             e.add_note(f"input: {parts!r}")
             raise
         took, peak = time.thread_time() - start, tracemalloc.get_traced_memory()[1] - held
-        if took <= LONGEST_S and peak <= MOST_BYTES:
+        longest = LONGEST_S * (slowness() if pause_s == 5.0 else 1.0)
+        if took <= longest and peak <= MOST_BYTES:
             break
         if pause_s == 5.0 or peak > MOST_BYTES:
             raise TooMuch(f"{took:.3g} s and {peak:,} bytes: {parts!r}")

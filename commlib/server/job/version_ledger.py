@@ -91,8 +91,10 @@ class VersionLedger(Generic[T]):
         """Workers of a worker's group, itself among them, as :attr:`included` has them."""
         return {w: n for w, n in self._applied.items() if self._group(w) == self._group(worker)}
 
-    def join(self, worker: int, clock: int) -> None:
-        """A worker comes, or comes back, and begins with this step: nobody waits for it before.
+    def join(self, worker: int, clock: int) -> list[dict[int, T]]:
+        """A worker comes, or comes back, and begins with this step; returns what is to be applied now.
+
+        Nobody waits for it before: those that did, since this ledger never knew it gone, have waited long enough.
 
         Args:
             worker: who.
@@ -100,6 +102,7 @@ class VersionLedger(Generic[T]):
         """
         self.furthest = max(self.furthest, clock)
         self._applied = dict(sorted({**self._applied, worker: clock}.items()))
+        return self._together()
 
     def leave(self, worker: int) -> list[dict[int, T]]:
         """A worker is gone; returns what is to be applied without it. What it pushed before counts."""

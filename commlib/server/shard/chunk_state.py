@@ -166,10 +166,9 @@ class ChunkState:
         """Takes note of an evaluation's result, if the rule follows those."""
         self._threshold.observe(metric)
 
-    def join(self, worker: int, clock: int) -> None:
-        """A worker comes, or comes back, and begins with the push of this stamp."""
-        if self._takes(worker):
-            self._ledger.join(worker, clock)
+    def join(self, worker: int, clock: int) -> list[Applied]:
+        """A worker comes, or comes back, and begins with the push of this stamp; returns what is applied now."""
+        return [self._apply(group) for group in self._ledger.join(worker, clock)] if self._takes(worker) else []
 
     def leave(self, worker: int) -> list[Applied]:
         """A worker is gone; returns what is applied now without it."""

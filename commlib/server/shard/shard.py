@@ -261,7 +261,7 @@ class Shard:
         told = [send for worker in gone for send in self._owe(key, cell.leave(worker))]
         for worker, clock in self.view.workers.items():
             if cell.included.get(worker, -1) < clock:  # it came; or came back, and this replica never knew it gone
-                cell.join(worker, clock)
+                told += self._owe(key, cell.join(worker, clock))
         state = cell.state_dict()
         return [*told, *[(r, Adopt(self.view.number, key, state)) for r in self._have[key]], *self._settled(key)]
 

@@ -47,7 +47,7 @@ def joined(x: Tensor, carry: Carry | None) -> Tensor:
         return x
     v = torch.add(x, carry.old.view(-1), out=None if carry.short else carry.new.view(-1))
     if carry.short:
-        residuals.shorten(v, carry.new, carry.up)
+        residuals.shorten(v.clone(), carry.new, carry.up)  # it is needed as it is
     return v
 
 

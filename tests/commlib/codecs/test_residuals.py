@@ -11,12 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from commlib.checkpoint.state_dict import from_state, to_state
 from commlib.codecs import residuals
 from commlib.codecs.base import Compressor, LayerSpec, Memory, Slot
 from commlib.codecs.error_feedback import ErrorFeedback
 from commlib.codecs.memory_store import MemoryStore
 from commlib.codecs.registry import make
 from commlib.compressors.onebit import OneBit
+from commlib.groups.world import World
+from commlib.planning.planner import make_plan
 from commlib.planning.simulate import exchange_once
 from tests.support.tiers import full
 
@@ -206,6 +209,29 @@ def test_a_checkpoint_has_float32_of_it_and_gives_the_same_bits_back() -> None:
     assert value.dtype == torch.float32
     other.restore("layer", "residual", BRIEF["residual"], value)
     assert torch.equal(other.memory(ROWS, BRIEF).old["residual"], store.memory(ROWS, BRIEF).old["residual"])
+
+
+def test_a_checkpoint_of_another_format_is_converted_and_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    def loaded(before: str, after: str) -> str:
+        store, other, caplog_from = MemoryStore(), MemoryStore(), len(caplog.records)
+        plans = [make_plan([ROWS], rule, world=2, min_size=0) for rule in (before, after)]
+        for _ in range(2):
+            slots = plans[0].layers["layer"].route.codec.slots(ROWS)
+            store.memory(ROWS, slots).new["residual"].copy_(torch.randn(4, 3))
+            store.commit()
+        state = to_state(plans[0], store, World(0, 2), 2)
+        assert from_state(state, plans[1], other, World(0, 2), drop_residuals=False) == 2
+        kept = other.memory(ROWS, plans[1].layers["layer"].route.codec.slots(ROWS)).old["residual"]
+        given = state["ranks"]["0"]["layer"]["residual"]["value"]
+        assert torch.equal(kept.float(), given.to(kept.dtype).float())
+        return "; ".join(record.getMessage() for record in caplog.records[caplog_from:])
+
+    with caplog.at_level("INFO", "commlib"):
+        assert loaded("sign", "sign:residual=bfloat16") == (
+            "1 residuals of the checkpoint are rounded to bfloat16, in which they are kept here"
+        )
+        assert loaded("sign:residual=bfloat16", "sign") == ""
+        assert loaded("sign:residual=bfloat16", "sign:residual=bfloat16") == ""
 
 
 def test_a_step_that_is_forgotten_leaves_no_trace() -> None:

@@ -87,7 +87,7 @@ def test_a_codec_that_is_chosen_carries_what_it_would_have_as_a_rule(fleet: Flee
         assert torch.equal(one["weights"], other["weights"])
         assert "int8:ef=off@reduce_scatter" in other["plan"]
         assert "measured" in other["plan"]
-        assert "100 ms a step, plain FSDP2 200 ms" in other["plan"]
+        assert "100 ms a step, 200 ms without" in other["plan"]
 
 
 def test_figures_of_each_unit_and_of_steps_come_to_the_first_rank(fleet: Fleet) -> None:

@@ -106,6 +106,13 @@ def test_in_bulk_what_a_worker_pushed_before_it_left_counts_and_is_not_its_own_w
     assert book.push(1, 1, "b") == [{0: "a", 1: "b"}]
 
 
+def test_in_bulk_a_step_that_waits_for_one_that_came_back_meanwhile_waits_no_more() -> None:
+    book = ledger(BSP())  # of a replica that became the owner, and never knew that worker 0 was away
+    assert book.push(1, 0, "b") == []
+    assert book.join(0, 2) == [{1: "b"}]
+    assert book.due(1) == 1
+
+
 def test_when_all_have_left_and_another_comes_the_steps_go_on() -> None:
     book = ledger(BSP())
     for worker in range(2):
@@ -139,8 +146,10 @@ def test_whatever_comes_and_goes_each_push_is_applied_once_and_a_workers_in_orde
         who = rng.randrange(workers)
         steps: list[dict[int, tuple[int, int]]] = []
         if who not in here:
-            book.join(who, highest)
+            steps = book.join(who, highest)
             here.add(who)
+        elif rng.random() < 0.05:
+            steps = book.join(who, highest)  # it was away, and nobody knew
         elif rng.random() < 0.1:
             steps = book.leave(who)
             here.discard(who)

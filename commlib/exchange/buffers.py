@@ -100,8 +100,9 @@ class SpareBuffers:
         """
         if step != self._step:
             self._step = step
-            oldest = step - self._STEPS
-            self._spare = {k: found for k, found in self._spare.items() if oldest <= found[1] <= step}
+            for each, (_, last) in list(self._spare.items()):
+                if not step - self._STEPS <= last <= step:
+                    del self._spare[each]
         arena, _ = self._spare.pop(key, (StepBuffers(), step))
         arena.rewind()
         return arena

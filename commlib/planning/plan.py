@@ -56,12 +56,14 @@ class Plan:
         world: ranks, or under a hierarchy nodes: those that a route connects.
         about: a line on the whole.
         local: ranks on each node under a hierarchy, each of which exchanges a stripe of every layer; otherwise 1.
+        recoded: whether the sum of a stripe goes through the codec again on its way to all ranks.
     """
 
     layers: Mapping[str, PlannedLayer]
     world: int
     about: str = ""
     local: int = 1
+    recoded: bool = True
 
     def __iter__(self) -> Iterator[PlannedLayer]:
         return iter(self.layers.values())
@@ -92,7 +94,7 @@ class Plan:
     def because(self, about: str, reason: str) -> Plan:
         """The same routes for another reason; sparse gradients have but one."""
         layers = {n: p if p.spec.sparse else dataclasses.replace(p, reason=reason) for n, p in self.layers.items()}
-        return Plan(layers, self.world, about, self.local)
+        return dataclasses.replace(self, layers=layers, about=about)
 
     def noted(self, about: str, *, local: int = 1) -> Plan:
         """The same plan, with one more thing to say about it, and with so many ranks on a node."""
@@ -108,7 +110,7 @@ class Plan:
         for name, p in self.layers.items():
             if p.spec.layer is not None and p.spec.layer in remarks:
                 layers[name] = dataclasses.replace(p, reason=f"{p.reason}; {remarks[p.spec.layer]}")
-        return Plan(layers, self.world, self.about, self.local) if remarks else self
+        return dataclasses.replace(self, layers=layers) if remarks else self
 
     @functools.cached_property
     def plain(self) -> bool:
@@ -129,7 +131,7 @@ class Plan:
         codec, spec = p.route.codec, p.spec
         if self.local > 1 and not p.route.by_rows:
             spec = stripes(codec, spec, self.local)[0].spec
-        own = p.route.carrier().owned(codec, spec, World(0, self.world))
+        own = p.route.carrier().owned(codec, spec, World(0, self.world)) if self.recoded else None
         made: list[Slot] = [*codec.slots(spec).values(), *(codec.slots(own.spec).values() if own is not None else ())]
         return 2 * sum(math.prod(slot.shape) * slot.dtype.itemsize for slot in made)
 

@@ -234,10 +234,10 @@ def check_feedback(codec: Compressor, spec: LayerSpec, *, seed: int = 0) -> None
 
 
 def _check_sum(codec: Compressor, spec: LayerSpec, seed: int) -> None:
-    memory = Memory.zeros(codec, spec)
+    memory, pending = Memory.zeros(codec, spec), [k for k, s in codec.slots(spec).items() if s.role == "pending"]
     total, sent = torch.zeros(2, *spec.shape, dtype=torch.float64)
-    size, steps = 1.0, 20
-    for step in range(steps):
+    size, rounded = 1.0, torch.zeros(spec.shape, dtype=torch.float64)
+    for step in range(20):
         x = normal(spec, seed + step)
         memory = dataclasses.replace(memory, up=bar(step))
         payload = encode(codec, x, seed + step, memory)
@@ -245,9 +245,10 @@ def _check_sum(codec: Compressor, spec: LayerSpec, seed: int) -> None:
         sent += decode(codec, payload, spec, seed + step)
         # of whatever was added up: a variance above 1 makes feedback grow, yet nothing may be lost
         size = max([size, *(float(v.abs().amax()) for v in memory.new.values() if v.numel())])
-    owed = sum((memory.new[k].double() for k, s in codec.slots(spec).items() if s.role == "pending"), sent)
-    # each step may round what is kept once, by a unit in its last place
-    bound = size * max([1e-4, *(steps * torch.finfo(held.dtype).eps for held in memory.new.values())])
+        for held in (memory.new[k] for k in pending):  # a unit in its last place each time, if it is a short one
+            rounded += torch.finfo(held.dtype).eps * held.double().abs()
+    owed = sum((memory.new[k].double() for k in pending), sent)
+    bound = 1e-4 * size + rounded
     require(bool(((owed - total).abs() <= bound).all()), codec, spec, "sent + residual is not the sum of the x")
 
 

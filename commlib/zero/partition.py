@@ -64,7 +64,7 @@ def plan_of(specs: Sequence[LayerSpec], rules: Rules, *, world: int, min_size: i
         raise TypeError(f"{rules} chooses by measurement, which is not done here: name a codec")
     named = {k: _carried(r) for k, r in rules.items()} if isinstance(rules, Mapping) else _carried(rules)
     made = make_plan(specs, named, world=world, min_size=min_size)
-    return Plan({p.spec.name: _flat(p) for p in made}, world)
+    return Plan({p.spec.name: _flat(p) for p in made}, world, recoded=False)
 
 
 def _carried(rule: Rule) -> Rule:

@@ -229,23 +229,26 @@ def test_any_ranks_checkpoint_goes_on_bit_for_bit_and_elsewhere(fleet: Fleet, co
         assert max(float((a - b).abs().max()) for a, b in zip(plain, end, strict=True)) < 2e-6
 
 
-def counted(world: World, codec: str) -> tuple[float, float]:
-    """Bytes that were sent in 3 steps, and what the formula says."""
+def counted(world: World, codec: str) -> tuple[float, float, int]:
+    """Bytes that were sent in 3 steps, and what the formula says; bytes held, less what the plan says."""
     model = Network(0)
     sharded = sharded_run(world, model, OPTIMIZERS["sgd"](groups(model)), range(3), None, compressor=codec, min_size=8)
     specs = [p.spec for p in plan_of([p.spec for p in sharded.plan], codec, world=world.size, min_size=8)]
     assert [s.name for s in specs] == [p.spec.name for p in sharded.plan]
     buckets = buckets_of(sharded.plan, SMALL)
-    sent = sharded.stats.wire_bytes
+    sent, held = sharded.stats.wire_bytes, sharded.stats.memory
+    assert held is not None
     sharded.close()
     verdict = (world.size - 1) * (8 + sum(len(cuts) for cuts in buckets))  # what a rank sends to agree on a step
-    return sent, 3 * (wire_bytes(buckets, world.rank, world.size) + verdict)
+    more = held.residuals + held.state - sharded.plan.held_bytes
+    return sent, 3 * (wire_bytes(buckets, world.rank, world.size) + verdict), more
 
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
-def test_bytes_are_those_of_the_formula(fleet: Fleet, codec: str) -> None:
-    for sent, wanted in fleet.run(3, counted, codec):
+def test_bytes_are_those_of_the_formula_and_memory_is_what_the_plan_says(fleet: Fleet, codec: str) -> None:
+    for sent, wanted, more in fleet.run(3, counted, codec):
         assert sent == pytest.approx(wanted)
+        assert more == 0
 
 
 def overflowed(world: World, codec: str) -> tuple[Any, ...]:

@@ -25,9 +25,8 @@ from torch import nn
 
 import commlib
 from commlib.server.membership import rendezvous
-from commlib.server.shard.serve import serve, warm
+from commlib.server.shard.serve import serve
 
-warm()  # in the fork server, so once for all runs
 PLACES, CHUNKS, STEPS = 16, 5, 150
 DEADLINE = 90.0
 
@@ -53,10 +52,10 @@ def shard(address: str, quiet: bool) -> None:
         serve(address, timeout=DEADLINE)
 
 
-def worker(quiet: bool, pipe: Connection, *given: Any) -> None:
+def worker(quiet: bool, patience_s: float, pipe: Connection, *given: Any) -> None:
     """A worker's process, which counts as it is given (:func:`count`)."""
     _log(quiet)
-    count(pipe.send, *given)
+    count(pipe.send, *given, patience_s=patience_s)
 
 
 def count(
@@ -72,6 +71,7 @@ def count(
     steps: int = STEPS,
     pace_s: float = 0.08,
     endpoint: str = "zmq",
+    patience_s: float = 2.0,
 ) -> None:
     """Train as one worker.
 
@@ -86,6 +86,7 @@ def count(
         steps: that it takes.
         pace_s: seconds of a pause between two steps, at most.
         endpoint: how members are reached.
+        patience_s: seconds of silence that are death.
     """
     draw, model = random.Random(seed), Counter()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -100,7 +101,7 @@ def count(
         shards=shards,
         rank=rank,
         late=rank is None,
-        patience=2.0,
+        patience=patience_s,
         nbytes=1024,
         timeout=DEADLINE,
         endpoint=endpoint,
@@ -169,12 +170,18 @@ def check(reports: Mapping[int, WorkerReport], killed: Collection[int], size: in
 
 
 class ChaosRun:
-    """Training with accidents drawn from a seed."""
+    """Training with accidents drawn from a seed.
 
-    def __init__(self, seed: int, *, quiet: bool = True) -> None:
-        self._draw, self._quiet = random.Random(seed), quiet
+    Args:
+        seed: of the accidents.
+        quiet: whether members keep their log to themselves.
+        patience_s: seconds of silence that are death; a member that stops does so for longer.
+    """
+
+    def __init__(self, seed: int, *, quiet: bool = True, patience_s: float = 2.0) -> None:
+        self._draw, self._quiet, self._patience_s = random.Random(seed), quiet, patience_s
         self._context: Any = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__])
+        self._context.set_forkserver_preload([__name__, "torch._dynamo"])  # the first optimizer imports that
         self._shards: list[Any] = []
         self._workers: list[tuple[int, Any, Connection, WorkerReport]] = []
         self._killed: set[int] = set()
@@ -213,7 +220,7 @@ class ChaosRun:
     def _start_worker(self, rank: int | None) -> None:
         place, (ours, theirs) = len(self._workers), self._context.Pipe()
         given = self._address, place, rank, self._size, 3, self.spec, self._draw.randrange(1 << 30)
-        process = self._context.Process(target=worker, args=(self._quiet, theirs, *given))
+        process = self._context.Process(target=worker, args=(self._quiet, self._patience_s, theirs, *given))
         process.start()
         theirs.close()
         self._workers.append((place, process, ours, WorkerReport()))
@@ -251,7 +258,7 @@ class ChaosRun:
                     self.events.append(f"worker {len(self._workers) - 1} came late")
             if what == "stop" and len(living) > 2:
                 self._freeze(self._draw.choice(living))
-            time.sleep(4.0)
+            time.sleep(self._patience_s + 2.0)
 
     def _kill(self, process: Any, what: str) -> bool:
         """Whether it was it that ended the process, and not the process itself just before."""
@@ -265,10 +272,11 @@ class ChaosRun:
 
     def _freeze(self, process: Any) -> None:
         """Given up, and then it goes on, and does not know it."""
+        seconds = self._patience_s + 2.0
         os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(4.0)
+        time.sleep(seconds)
         os.kill(process.pid, signal.SIGCONT)
-        self.events.append("stopped a shard for 4 s")
+        self.events.append(f"stopped a shard for {seconds:g} s")
 
     def _await_end(self) -> None:
         end = time.monotonic() + DEADLINE

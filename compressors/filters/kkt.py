@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import torch
 from torch import Tensor
 
 from commlib.codecs.filter import Content, Filter, Receiving, Sending
@@ -77,5 +78,11 @@ class _Resting(Sending):
         if self._zero is None:
             return content.push(None)
         zero = self._zero if content.keys is None else self._zero[content.keys]
-        rests = zero & (content.values.abs() <= self._within)  # of a NaN this is false
+        rests = zero & (content.values.abs() <= at_most(self._within, content.values.dtype))  # of a NaN this is false
         return content.only(~rests).push(None)
+
+
+def at_most(bound: float, dtype: torch.dtype) -> Tensor:
+    """The largest number of this format that is not above the bound: to the nearest, what is above it would pass."""
+    nearest = torch.tensor(bound, dtype=dtype)
+    return nearest if float(nearest) <= bound else nearest.nextafter(torch.tensor(-math.inf, dtype=dtype))

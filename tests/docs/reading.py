@@ -96,13 +96,19 @@ def make(*words: str) -> str:
     return done.stderr if done.returncode else ""
 
 
+@functools.cache
+def parser(command: str) -> Any:
+    """That of ``commlib COMMAND``."""
+    return typer.main.get_command(build(command))
+
+
 def check_commlib(args: Sequence[str], *, named: bool) -> None:
     """By the parser of ``commlib`` itself, down to the types of the options; and what runs in a lab by its own."""
     if not args:
         return
     silent = contextlib.redirect_stdout(io.StringIO())  # --help
     try:
-        command: Any = typer.main.get_command(build(args[0]))
+        command = parser(args[0])
         context = command.make_context("commlib", list(args))
         while hasattr(command, "commands"):
             left = [*context._protected_args, *context.args]

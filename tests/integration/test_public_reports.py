@@ -214,7 +214,7 @@ def adversarial(world: World) -> dict[str, bool]:
     from lightning.pytorch.strategies import DDPStrategy as PlainStrategy
 
     from commlib.integrations.lightning import DDPStrategy
-    from tests.commlib.integrations.test_lightning import Toy, fit, flat
+    from tests.commlib.integrations.lightning_jobs import Toy, fit, flat
 
     class Gan(Toy):
         """A generator and a discriminator, which are trained by turns."""

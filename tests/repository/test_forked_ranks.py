@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -88,3 +90,17 @@ def test_to_wait_for_it_has_an_end() -> None:
 
 def _test() -> dict[str, str]:
     return {"PYTEST_CURRENT_TEST": os.environ["PYTEST_CURRENT_TEST"]}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("last", ["", "os.kill(os.getpid(), 9)"], ids=["ends", "is killed"])
+def test_servers_end_with_the_process_that_wanted_them(last: str) -> None:
+    names = "[forked_ranks.server(), warm_python._servers[0].pid]"
+    code = f"import os\nfrom tests.support import forked_ranks, warm_python\nwarm_python.server()\nprint({names})\n"
+    done = subprocess.run([sys.executable, "-u", "-c", code + last], stdout=subprocess.PIPE, text=True, check=False)
+    servers = json.loads(done.stdout)
+    assert len(servers) == 2
+    end = time.monotonic() + 60
+    while time.monotonic() < end and any(os.path.exists(f"/proc/{pid}") for pid in servers):
+        time.sleep(0.05)
+    assert [pid for pid in servers if os.path.exists(f"/proc/{pid}")] == []

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import collections
+import functools
 import graphlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -23,15 +24,18 @@ PACKAGES = {m.__name__: Path(str(m.__file__)).parent for m in (commlib.bench, co
 PLUG_IN_FILES = [(name, root, path) for name, root in PACKAGES.items() for path in sorted(root.rglob("*.py"))]
 
 
-def imported(source: str, package: str) -> Iterator[str]:
+@functools.cache  # ten tests look at all files
+def imported(source: str, package: str) -> tuple[str, ...]:
     """Absolute names that a module of ``package`` imports, ``from x import y`` as x.y."""
+    found: list[str] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
             stem = ".".join([*base, *filter(None, [node.module])])
-            yield from (f"{stem}.{alias.name}" for alias in node.names)
+            found += (f"{stem}.{alias.name}" for alias in node.names)
+    return tuple(found)
 
 
 def names_a_plug_in(name: str) -> bool:

@@ -86,7 +86,10 @@ def test_a_tier_is_read_off_the_marks() -> None:
         r"^def (test_\w+)", (ROOT / "tests/bench/chaos/test_chaos.py").read_text(), flags=re.MULTILINE
     )
     assert tier_of(f"tests/bench/chaos/test_chaos.py::{chaos}") == "full"
-    assert tier_of("tests/integration/test_peer_lost.py::test_what_backward_raises_is_peer_lost") == "full"
+    assert (
+        tier_of("tests/integration/test_peer_lost.py::test_the_others_name_in_time_who_is_missing_and_again_and_end")
+        == "full"
+    )
     assert tier_of("tests/repository/test_tiers.py::test_a_tier_is_read_off_the_marks") == "fast"
 
 

@@ -30,12 +30,14 @@ from commlib.server.worker import embedded
 
 _PRELOAD = (
     *("torch", "torch._dynamo", "commlib", "commlib.bench.trainer.worker", "pytest", "hypothesis"),
+    *("sklearn.datasets", "sklearn.model_selection", "torch.profiler", "torch.distributed.run", "accelerate"),
+    "commlib.bench.cli",
     *("commlib.cli.main", "commlib.cli.server"),
     *sorted(set(commlib._HOME.values())),
     "tests.support.warm_codecs",
 )
-"""A first optimizer imports the second; test modules, in which jobs are found, pytest and hypothesis; the last is ours,
-and where the server does not find it, processes are only slower."""
+"""A first optimizer imports the second; test modules, in which jobs are found, pytest and hypothesis; the task "digits"
+scikit-learn. The last is ours, and where the server does not find one of them, processes are only slower."""
 
 
 def context() -> Any:

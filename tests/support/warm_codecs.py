@@ -1,11 +1,15 @@
 """Codecs, each used once when this is imported, so that processes forked afterwards need not load or compile its loops.
 
+It is the last that is imported before they are forked: what there is by then, their garbage collector leaves alone.
+
 Numba and the loops of a codec cost a process about a second of a core. Which kernels run, and which codecs are
 installed, is asked anew in each process. It is done on one thread: OpenMP's other threads would not be there after a
 fork, and whoever computes with several would wait for them for ever.
 """
 
 from __future__ import annotations
+
+import gc
 
 import torch
 
@@ -17,3 +21,5 @@ torch.set_num_threads(1)
 registry.warm([commlib.make(name) for name in registry.compressors()], torch.device("cpu"))
 registry.compressors.cache_clear()
 torch.set_num_threads(_threads)
+gc.collect()
+gc.freeze()  # to look through it, a forked process would copy all of its pages

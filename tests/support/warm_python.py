@@ -64,7 +64,7 @@ def server() -> str:
     """Where the server listens; it is started if there is none, and ends with this process."""
     place = os.path.join(tempfile.gettempdir(), f"warm-{os.getpid()}")
     if not _servers:
-        _servers.append(forked_ranks.Forked(_serve, (place,), {"OMP_NUM_THREADS": "1", **os.environ}))
+        _servers.append(forked_ranks.Forked(_serve, (place, os.getpid()), {"OMP_NUM_THREADS": "1", **os.environ}))
         PIDS.add(str(_servers[0].pid))
         while not os.path.exists(place):
             assert _servers[0].poll() is None, forked_ranks.printed()
@@ -72,15 +72,22 @@ def server() -> str:
     return place
 
 
-def _serve(place: str) -> None:
-    """Fork programs until who has started this process ends."""
-    parent, running = os.getppid(), dict[int, tuple[int, socket.socket]]()  # pidfd → process id, who waits for it
+def _serve(place: str, user: int) -> None:
+    """Fork programs until the process that wants them ends.
+
+    That is not its parent, the server that it was forked by, which lives as long as any that it has forked.
+    """
+    ends = os.pidfd_open(user)
+    running: dict[int, tuple[int, socket.socket]] = {}  # pidfd → process id, who waits for it
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{place}.new")
         listener.listen(64)
         os.rename(f"{place}.new", place)
-        while os.getppid() == parent:
-            for fd in select.select([listener.fileno(), *running], [], [], 1.0)[0]:
+        while True:
+            ready = select.select([listener.fileno(), ends, *running], [], [])[0]
+            if ends in ready:
+                return
+            for fd in ready:
                 if fd in running:
                     pid, waits = running.pop(fd)
                     os.close(fd)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.linear_model import LogisticRegression
 
 from commlib.bench.sparse_logistic.generate import Generated
 from commlib.bench.sparse_logistic.processes import in_processes
@@ -48,6 +47,8 @@ def run(rows: Rows, **options: object) -> Solved:
 @pytest.fixture(scope="module")
 def optimum(rows: Rows) -> float:
     """Smallest objective, by scikit-learn."""
+    from sklearn.linear_model import LogisticRegression  # for two seconds
+
     dense = np.zeros((len(rows), rows.features))
     dense[rows.of().numpy(), rows.keys.numpy()] = rows.values.numpy()
     with warnings.catch_warnings():

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -105,6 +105,7 @@ def test_zeros_are_those_that_were_seen_and_not_what_became_of_the_tensor() -> N
 
 
 @given(seed=st.integers(0, 2**32), refresh=st.integers(2, 4))
+@example(seed=1027440, refresh=2)  # a gradient is the float32 next to the penalty, above it
 def test_through_the_whole_chain_what_is_sent_comes_to_within_a_bin(seed: int, refresh: int) -> None:
     whole = chain(f"kkt:l1=0.8,refresh={refresh}+key_cache+fixed_float+lossless")
     sender, receiver, size = whole.sender(400, 1), whole.receiver(400), 400

@@ -40,6 +40,7 @@ def run(tmp_path: Path, **environment: str) -> tuple[int, str]:
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("warm_python")
 def test_keys_are_asked_for_found_and_done_without_only_when_told_to(no_lab: str | None, tmp_path: Path) -> None:
     if no_lab is not None:
         pytest.skip(no_lab)

@@ -64,9 +64,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of pytest-timeout's: to wait is not to run
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    with contextlib.ExitStack() as place:
-        tiers.begin(item, place)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    with tiers.place_of(item, nextitem):
         return (yield)
 
 
@@ -77,7 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.full)
     yield
     workers = getattr(config, "workerinput", {}).get("workercount", 1)
-    alone = [item.path if item.get_closest_marker("alone") is not None else None for item in items]
+    alone = [item.get_closest_marker("alone") is not None for item in items]
     limits = [item.get_closest_marker("timeout") for item in items]
     # one with a limit of its own takes minutes
     items[:] = shares(items, alone, [limit is not None for limit in limits], workers)

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -124,7 +125,7 @@ import pytest
 
 from tests.support import tiers
 
-took = iter([(0.0, 9.0), (0.0, 1.0), (14.0, 2.0), (14.0, 2.0), (6.0, 1.0), (0.0, 1.0)])
+took = iter(TIMES)
 tiers.Clock.took = lambda self: next(took)
 tiers.slowness = lambda: 1.0
 
@@ -137,9 +138,8 @@ def turn(*, alone):
 tiers.turn = turn
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item):
-    with contextlib.ExitStack() as place:
-        tiers.begin(item, place)
+def pytest_runtest_protocol(item, nextitem):
+    with tiers.place_of(item, nextitem):
         return (yield)
 """
 
@@ -161,14 +161,46 @@ def test_wrong():
 """
 
 
-def test_one_that_takes_too_long_has_a_second_try_alone_and_one_that_is_wrong_has_none(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text(TOOK)
-    (tmp_path / "test_it.py").write_text(TESTS)
-    options = ["-q", "-s", "-p", "no:cacheprovider", "-p", "tests.support.tiers", "-rA", "--rootdir", str(tmp_path)]
+ALONE = """
+import pytest
+
+def test_first():
+    pass
+
+@pytest.mark.alone
+@pytest.mark.parametrize("which", [1, 2, 3])
+def test_measures(which):
+    print("measures", which)
+
+def test_between():
+    pass
+
+@pytest.mark.alone
+def test_last():
+    print("measures", 4)
+"""
+
+
+def run_in(folder: Path, tests: str, times: Sequence[tuple[float, float]]) -> str:
+    """What pytest says of tests that take so long, and of their turns."""
+    (folder / "conftest.py").write_text(TOOK.replace("TIMES", repr(times)))
+    (folder / "test_it.py").write_text(tests)
+    options = ["-q", "-s", "-p", "no:cacheprovider", "-p", "tests.support.tiers", "-rA", "--rootdir", str(folder)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     command = [sys.executable, "-m", "pytest", *options]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
-    out = done.stdout + done.stderr
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    return done.stdout + done.stderr
+
+
+def test_those_that_are_alone_one_after_another_let_nobody_in_between(tmp_path: Path) -> None:
+    out = run_in(tmp_path, ALONE, [(0.0, 1.0)] * 2)
+    turns = re.findall("alone|among others|done|measures .", out.partition("=====")[0])
+    together = ["alone", "measures 1", "measures 2", "measures 3", "done"]
+    assert turns == ["among others", "done", *together, "among others", "done", "alone", "measures 4", "done"]
+
+
+def test_one_that_takes_too_long_has_a_second_try_alone_and_one_that_is_wrong_has_none(tmp_path: Path) -> None:
+    out = run_in(tmp_path, TESTS, [(0.0, 9.0), (0.0, 1.0), (14.0, 2.0), (14.0, 2.0), (6.0, 1.0), (0.0, 1.0)])
     assert "PASSED test_it.py::test_too_long_at_first" in out, out
     assert "FAILED test_it.py::test_too_long_ever - Failed: took 9.0 s" in out, out
     assert "PASSED test_it.py::test_too_long_here_but_not_surely" in out, out

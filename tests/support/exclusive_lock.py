@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,29 +34,28 @@ def turn(*, alone: bool) -> Iterator[None]:
         os.close(room)
 
 
-def shares(tests: Sequence[T], alone: Sequence[Hashable | None], long: Sequence[bool], workers: int) -> list[T]:
+def shares(tests: Sequence[T], alone: Sequence[bool], long: Sequence[bool], workers: int) -> list[T]:
     """An order in which workers waste no time on each other, each of whom begins with an equal share of the list.
 
-    Those that are alone come first in every share: while one runs, nobody waits for him who has something else to do.
-    Then come long ones, so that no worker has one left when the others have nothing to do any more.
+    The first worker begins with all those that are alone, one after another: the others have something to do before
+    and after, and all wait once. Of these each begins with a test that is soon over. Then come long ones, so that no
+    worker has one left when the others have nothing to do any more.
 
     Args:
         tests: in any order.
-        alone: of each the module, if it is to be alone; one module's stay together.
+        alone: of each whether it is to be alone.
         long: of each whether it takes minutes.
         workers: how many.
     """
-    apart: list[list[T]] = [[] for _ in range(workers)]
-    for module in dict.fromkeys(m for m in alone if m is not None):
-        min(apart, key=len).extend(t for t, m in zip(tests, alone, strict=True) if m == module)
-    rest = [(t, is_long) for t, m, is_long in zip(tests, alone, long, strict=True) if m is None]
-    for n, t in enumerate(t for t, is_long in rest if is_long):
-        apart[n % workers].append(t)
-    others = [t for t, is_long in rest if not is_long]
+    kinds = list(zip(tests, alone, long, strict=True))
+    minutes = [t for t, is_alone, is_long in kinds if is_long and not is_alone]
+    others = [t for t, is_alone, is_long in kinds if not is_long and not is_alone]
     order: list[T] = []
-    for i, first in enumerate(apart):
-        least = (len(tests) - len(order)) // (workers - i)
-        more = others[: max(0, least - len(first))] if i < workers - 1 else others
-        others = others[len(more) :]
-        order += first + more
+    for i in range(workers):
+        share = [t for t, is_alone, _ in kinds if is_alone] if i == 0 else others[:1]
+        others = others[0 if i == 0 else 1 :]
+        share += minutes[i::workers]
+        more = max(0, (len(tests) - len(order)) // (workers - i) - len(share)) if i < workers - 1 else len(others)
+        order += share + others[:more]
+        others = others[more:]
     return order

@@ -84,12 +84,29 @@ def full(*values: Any) -> list[Any]:
 
 _LATE = pytest.StashKey[str]()
 _PLACE = pytest.StashKey[contextlib.ExitStack]()
+_KEPT = pytest.StashKey[contextlib.ExitStack]()  # of a session: the place of a test that has ended, for the next
 
 
-def begin(item: pytest.Item, place: contextlib.ExitStack) -> None:
-    """Wait for the test's turn (tests/support/exclusive_lock.py), which it has until ``place`` is closed."""
-    item.stash[_PLACE] = place
-    place.enter_context(turn(alone=item.get_closest_marker("alone") is not None))
+@contextlib.contextmanager
+def place_of(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Wait for the test's turn (tests/support/exclusive_lock.py), and keep it until it has ended.
+
+    Of several that are alone, one after another, the first waits, and the others find the place empty: between two,
+    tests of other processes would come in, of which some take minutes.
+    """
+    alone = item.get_closest_marker("alone") is not None
+    with contextlib.ExitStack() as place:
+        if (kept := item.config.stash.get(_KEPT, None)) is not None:
+            del item.config.stash[_KEPT]
+            place.enter_context(kept)
+        else:
+            place.enter_context(turn(alone=alone))
+        item.stash[_PLACE] = place
+        try:
+            yield
+        finally:
+            if alone and nextitem is not None and nextitem.get_closest_marker("alone") is not None:
+                item.config.stash[_KEPT] = place.pop_all()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -53,6 +53,7 @@ class CodecChooser:
         self._now = self._trials.first()
         self._left = self._now.steps
         self._step: _Parts = {}
+        self._summed = False
         self._noted = list[tuple[Moment, _Parts]]()  # (end, units' parts) of steps, and before these their beginning
         self._begin()
 
@@ -76,6 +77,7 @@ class CodecChooser:
         if self._now.phase == "failed":  # for good: nothing is to be kept
             return False
         self._noted.append((moment(self._device), noted))
+        self._summed = self._summed or any(unit.summed for unit in self._units)
         self._left -= 1
         if self._left > 0:
             return False
@@ -132,7 +134,7 @@ class CodecChooser:
     # -- a review --
 
     def _begin(self) -> None:
-        self._noted = [(moment(self._device), {})]
+        self._noted, self._summed = [(moment(self._device), {})], False
 
     def _review(self) -> dict[str, Any]:
         board, *between = self._boards
@@ -153,7 +155,7 @@ class CodecChooser:
         for _, step in counted[1:]:
             for unit, parts in step.items():
                 units.setdefault(unit, []).append(sum(end.since(begin) for begin, end in parts))
-        return UnitTimes.of(spans, units)
+        return UnitTimes.of(spans, units, summed=self._summed)
 
     def _meet(self, between: Coordinator, posts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """The first ranks of all replicas have the very first decide, each with the figures of its own replica."""
@@ -165,7 +167,11 @@ class CodecChooser:
         if not all(posts):
             return _FAILED.to_wire()
         try:
-            turn = self._trials.review(UnitTimes.of_all([UnitTimes(**post) for post in posts]))
+            found = UnitTimes.of_all([UnitTimes(**post) for post in posts])
+            turn = self._trials.review(found)
+            if found.summed:  # such steps go as they are, and maybe not on all ranks: none knows of the others' passes
+                kept = {unit: codec for unit, codec in turn.routes.items() if codec != self.choice.exact[0]}
+                turn = dataclasses.replace(turn, routes=kept)
         except Exception:  # the others wait for an answer, and to go as it is is always one
             log.exception("the choice of codecs failed; from here on all goes as it is")
             turn = _FAILED

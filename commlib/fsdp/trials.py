@@ -71,17 +71,19 @@ class UnitTimes:
         steps: how many.
         span: seconds from the end of a backward pass to the next one's.
         units: unit → seconds in which its gradients were exchanged.
+        summed: whether a rank had summed gradients over several backward passes, in any step.
     """
 
     steps: int
     span: float
     units: Mapping[str, float]
+    summed: bool = False
 
     @classmethod
-    def of(cls, spans: Sequence[float], units: Mapping[str, Sequence[float]]) -> UnitTimes:
+    def of(cls, spans: Sequence[float], units: Mapping[str, Sequence[float]], *, summed: bool = False) -> UnitTimes:
         """Figures of one rank; ``units`` has the seconds of each exchange."""
         span = statistics.median(spans) if spans else 0.0
-        return cls(len(spans), span, {unit: statistics.median(took) for unit, took in units.items() if took})
+        return cls(len(spans), span, {unit: statistics.median(took) for unit, took in units.items() if took}, summed)
 
     @classmethod
     def of_all(cls, ranks: Sequence[UnitTimes]) -> UnitTimes:
@@ -89,12 +91,13 @@ class UnitTimes:
         for."""
         units = {unit for rank in ranks for unit in rank.units}
         least = {u: min(rank.units[u] for rank in ranks if u in rank.units) for u in units}
-        return cls(min(rank.steps for rank in ranks), max(rank.span for rank in ranks), least)
+        summed = any(rank.summed for rank in ranks)
+        return cls(min(rank.steps for rank in ranks), max(rank.span for rank in ranks), least, summed)
 
     def or_before(self, before: UnitTimes) -> UnitTimes:
         """The lesser of both times, of steps and of each unit."""
         least = {unit: min(s, before.units.get(unit, s)) for unit, s in self.units.items()}
-        return UnitTimes(self.steps, min(self.span, before.span), least)
+        return UnitTimes(self.steps, min(self.span, before.span), least, self.summed)
 
     def to_wire(self) -> dict[str, Any]:
         """Figures as plain values."""

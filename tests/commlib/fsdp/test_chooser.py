@@ -162,8 +162,36 @@ def test_gradients_computed_in_bf16_travel_so_and_nothing_is_lost(fleet: Fleet, 
     plain = fleet.run(2, in_halves, None, [], passes)
     for one, other in zip(plain, fleet.run(2, in_halves, "auto", [("", ""), (HALF, "")], passes), strict=True):
         assert torch.equal(one[0], other[0])
-        assert "nothing is lost" in other[1]
-        assert (other[2] > 1.2) == (passes == 1)  # what several passes have summed in float32 goes as it is
+        assert ("nothing is lost" in other[1]) == (passes == 1)  # what several have summed in float32 goes as it is
+        assert (other[2] > 1.2) == (passes == 1)
+
+
+def uneven(world: World, rule: Any, script: Sequence[tuple[str, str]]) -> Any:
+    """Steps in bf16; in the first four rank 0 sums two backward passes, and the others have one. Nothing is sharded
+    again between two, so no collective tells them.
+    """
+    with told(*script):
+        trainer = ShardedTrainer(world, rule, policy=BF16, shard={"reshard_after_forward": False})
+    plans = []
+    for step in range(10):
+        trainer.optimizer.zero_grad()
+        for n in reversed(range(2 if step < 4 and world.rank == 0 else 1)):
+            x, y = batch(world.rank, 2 * step + n)
+            trainer.model.set_requires_gradient_sync(n == 0)
+            trainer.model.set_reshard_after_backward(n == 0)
+            torch.nn.functional.cross_entropy(trainer.model(x).float(), y).backward()
+        trainer.optimizer.step()
+        plans.append(rule is not None and "nothing is lost" in str(trainer.comm.plan))
+    found = trainer.weights(), plans
+    trainer.close()
+    return found
+
+
+def test_while_a_rank_sums_more_passes_than_others_gradients_go_as_they_are(fleet: Fleet) -> None:
+    plain = fleet.run(2, uneven, None, [])
+    for one, other in zip(plain, fleet.run(2, uneven, "auto", [("", ""), (HALF, "")]), strict=True):
+        assert torch.equal(one[0], other[0])
+        assert other[1] == [False] * 5 + [True] * 5  # decided after every second step, and by the two before
 
 
 def unlike(world: World) -> list[str]:

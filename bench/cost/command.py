@@ -81,7 +81,8 @@ def cost(
             jobs = [CostJob(shapes, each, steps, bucket_cap_mb) for each in contenders]
             sheets, lost = _measure(where, name, jobs, 1 if quick else rounds)
             measured += rows(name, shapes, contenders, sheets, lost)
-    title = f"{run['ranks']} ranks, medians of {run['rounds']} runs of {steps} steps"
+    runs = f"medians of {run['rounds']} runs" if run["rounds"] > 1 else "one run"
+    title = f"{run['ranks']} ranks, {runs} of {steps} steps"
     for row in measured:
         if row["status"] != "ok":
             print(f"left out: {row['route']} at {row['model']}: {row['status']}", file=sys.stderr)

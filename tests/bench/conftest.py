@@ -1,10 +1,12 @@
-"""For benchmarks' tests: how much of the time the machine was there at all."""
+"""For benchmarks' tests: how much of the time the machine was there at all, and modules of a user."""
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -43,3 +45,17 @@ class Presence:
 def presence() -> Callable[[], Presence]:
     """Makes one, for each block."""
     return Presence
+
+
+@pytest.fixture
+def users_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """``users_module("nets", source)``: a module in the folder that commands are typed in, which it returns."""
+
+    def write(name: str, source: str) -> Path:
+        (tmp_path / f"{name}.py").write_text(source)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "path", [p for p in sys.path if p])  # no '': as the installed command has it
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        return tmp_path
+
+    return write

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,12 +26,8 @@ app.command()(cost)
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "cost_own.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "cost_own", raising=False)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return tmp_path
+def own(users_module: Callable[[str, str], Path]) -> Path:
+    return users_module("cost_own", OWN)
 
 
 @pytest.mark.usefixtures("warm_python")

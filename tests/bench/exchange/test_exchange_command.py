@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,12 +39,8 @@ app.command()(exchange)
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "exchange_own.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "exchange_own", raising=False)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return tmp_path
+def own(users_module: Callable[[str, str], Path]) -> Path:
+    return users_module("exchange_own", OWN)
 
 
 def run(*args: str) -> tuple[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,11 +30,8 @@ def unnamed(): return [(1, (2, 2))]
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own_nets.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])  # no '': as the installed command has it
-    monkeypatch.delitem(sys.modules, "own_nets", raising=False)
+def own(users_module: Callable[[str, str], Path]) -> None:
+    users_module("own_nets", OWN)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,11 +47,8 @@ def item(): return nn.Linear(3, int(torch.tensor(4).item()))
 
 
 @pytest.fixture(autouse=True)
-def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "planned_nets.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])  # no '': as the installed command has it
-    monkeypatch.delitem(sys.modules, "planned_nets", raising=False)
+def nets(users_module: Callable[[str, str], Path]) -> None:
+    users_module("planned_nets", OWN)
 
 
 def test_flops_rows_and_parameters_of_every_layer() -> None:

@@ -74,14 +74,13 @@ def cost(
         if not where.launches:
             raise ValueError("each run takes processes of its own: start this without torchrun, with --ranks")
         contenders = _contenders(comm or (), only or (), where.world_size, quick=quick)
-        run = facts(
-            **where.facts(), backend="gloo", rounds=1 if quick else rounds, steps=steps, bucket_cap_mb=bucket_cap_mb
-        )
+        rounds = 1 if quick else rounds
+        run = facts(**where.facts(), backend="gloo", rounds=rounds, steps=steps, bucket_cap_mb=bucket_cap_mb)
         for name, shapes in found:
             jobs = [CostJob(shapes, each, steps, bucket_cap_mb) for each in contenders]
-            sheets, lost = _measure(where, name, jobs, 1 if quick else rounds)
+            sheets, lost = _measure(where, name, jobs, rounds)
             measured += rows(name, shapes, contenders, sheets, lost)
-    runs = f"medians of {run['rounds']} runs" if run["rounds"] > 1 else "one run"
+    runs = f"medians of {rounds} runs" if rounds > 1 else "one run"
     title = f"{run['ranks']} ranks, {runs} of {steps} steps"
     for row in measured:
         if row["status"] != "ok":

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
+import os
+import signal
 import threading
 import time
 import weakref
@@ -91,6 +94,38 @@ def test_a_store_that_stands_still_is_said_to_be_silent_and_nobody_waits_for_it_
     deaf.awake.set()
     heard_again(store)
     assert deaf.reached == ["a"]  # the others were never asked for
+
+
+def test_a_process_that_stood_still_for_longer_than_a_store_has_to_answer_still_hears_the_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stores, "LEAST_S", 0.0)
+    answers, answer = os.pipe()
+    words, told = os.pipe()
+
+    class Slow:
+        def set(self, key: str, value: str) -> None:
+            os.write(told, b"asked ")
+            os.read(answers, 1)
+
+    if (pid := os.fork()) == 0:
+        with contextlib.suppress(BaseException):
+            try:
+                DeadlineStore(Slow()).within(1.6).set("a", "1")
+                os.write(told, b"answered")
+            except StoreSilent:
+                os.write(told, b"silent")
+        os._exit(0)
+    assert os.read(words, 9) == b"asked "
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(1.7)  # not a race: what it waits for comes when it goes on
+    os.kill(pid, signal.SIGCONT)
+    time.sleep(0.05)  # but not before it could give up
+    os.write(answer, b"1")
+    assert os.read(words, 9) == b"answered"
+    os.waitpid(pid, 0)
+    for end in (answers, answer, words, told):
+        os.close(end)
 
 
 def test_a_store_that_wakes_up_is_asked_again_and_hears_what_it_had_been_told(deaf: Deaf) -> None:

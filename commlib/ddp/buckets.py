@@ -11,12 +11,12 @@ import dataclasses
 import functools
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from commlib.codecs.base import LayerSpec, Memory, Seeds
+from commlib.codecs.base import LayerSpec, Memory, Seeds, Slot
 from commlib.codecs.memory_store import MemoryStore
 from commlib.ddp.known_buckets import LayerRun, LayerRuns, PlainBucket, PlainBuckets
 from commlib.errors import WrongGradient
@@ -35,6 +35,7 @@ from commlib.monitoring.error_norms import ErrorNorms
 from commlib.planning.plan import Plan
 from commlib.planning.route import Route
 from commlib.runtime.layers import real
+from commlib.runtime.streams import accelerator
 from commlib.telemetry.stats import Meter
 
 LARGE = 1 << 16
@@ -50,12 +51,22 @@ def spans(buffer: Tensor, items: Sequence[LayerTask]) -> list[tuple[Tensor, Sequ
     """
     found: list[tuple[Tensor, Sequence[Tensor]]] = []
     at = 0
-    vouched = [item for item in items if item.scales and item.grad.numel() >= LARGE]
-    for item in sorted(vouched, key=lambda each: each.grad.storage_offset()):
-        start = int(item.grad.storage_offset() - buffer.storage_offset())
-        found += [(buffer[at:start], ()), (item.grad, item.scales)]
-        at = start + item.grad.numel()
+    vouched = [(item.grad, item.scales) for item in items if item.scales]
+    for grad, scales in sorted(vouched, key=lambda each: each[0].storage_offset()):
+        start = int(grad.storage_offset() - buffer.storage_offset())
+        found += [(buffer[at:start], ()), (grad, scales)]
+        at = start + grad.numel()
     return [(values, scales) for values, scales in [*found, (buffer[at:], ())] if values.numel()]
+
+
+def room_for_scales(grad: Tensor) -> list[Tensor] | None:
+    """Where the scales of an exchanged gradient are to be noted; None where its values are looked at in any case.
+
+    That is so of a small one; of a shorter format, which may overflow where float32 does not; and on a GPU, where to
+    look at a bucket's values takes less of the host than to look at each layer's scales.
+    """
+    asked = grad.numel() >= LARGE and grad.dtype == torch.float32 and accelerator(grad.device) is None
+    return [] if asked else None
 
 
 class LogicalGradients:
@@ -127,6 +138,28 @@ def _returned(rounds: Rounds, copies: Sequence[tuple[Tensor, Tensor]]) -> Rounds
         home.copy_(grad)
 
 
+class _Recipe(NamedTuple):
+    """What a layer's task is made of that is the same in every step, while plan, route and dtype are.
+
+    Attributes:
+        plan, route: that it follows from.
+        spec: of the gradient as it comes.
+        slots: its codec's, of what this rank codes of it.
+        prefix, start: of these slots.
+        owned: the codec's slots for the stripe that this rank owns, if it does.
+        first: row at which that begins.
+    """
+
+    plan: Plan
+    route: Route
+    spec: LayerSpec
+    slots: Mapping[str, Slot]
+    prefix: str
+    start: int
+    owned: Mapping[str, Slot] | None
+    first: int
+
+
 class BucketPlanner:
     """Makes exchanges of buckets.
 
@@ -172,6 +205,7 @@ class BucketPlanner:
         self._dense_steps, self._seed = dense_steps, seed
         self._spare = SpareBuffers()
         self._parts: dict[tuple[Meter, int], Meter] = {}
+        self._recipes: dict[str, _Recipe] = {}
 
     @property
     def nbytes(self) -> int:
@@ -300,16 +334,14 @@ class BucketPlanner:
         return planned.route if codec is planned.route.codec else Route(planned.route.exchange, codec)
 
     def _item(self, plan: Plan, name: str, route: Route, grad: Tensor, factors: FactorLayers | None) -> LayerTask:
-        spec, codec, meter = self._specs[name], route.codec, self.meters[name]
-        if spec.dtype != grad.dtype:  # DDP's mixed precision reduces in another dtype
-            spec = dataclasses.replace(spec, dtype=grad.dtype)
+        known = self._recipes.get(name)
+        if known is None or known.route is not route or known.plan is not plan or known.spec.dtype != grad.dtype:
+            known = self._recipes[name] = self._recipe(plan, name, route, grad)
+        spec, codec, meter, owner = known.spec, route.codec, self.meters[name], Memory({}, {})
         meter.would_send(spec.nbytes, self._world.size)
-        part = share(plan.layers[name].route, spec, self._world, self._levels)
-        owner = Memory({}, {})
-        stripe = route.carrier().owned(codec, part.spec, part.world)
-        if stripe is not None:
-            owner = self._store.owner(spec, codec.slots(stripe.spec), part.start + stripe.start)
-        memory = self._store.memory(spec, codec.slots(part.spec), prefix=part.prefix, start=part.start)
+        if known.owned is not None:
+            owner = self._store.owner(spec, known.owned, known.first)
+        memory = self._store.memory(spec, known.slots, prefix=known.prefix, start=known.start)
         trip = None
         if route.by_rows and factors is not None and spec.layer is not None:
             trip = factors.trip(spec.layer)
@@ -320,7 +352,20 @@ class BucketPlanner:
         seeds = Seeds(self._seed, self._steps.count, name)
         faults = self.faults if self._verifies(spec, route) else None
         arena = self._arena(name, 0)
-        return LayerTask(spec, codec, grad, memory, seeds, meter, owner, trip, arena, faults=faults, overwrite=True)
+        return LayerTask(
+            spec, codec, grad, memory, seeds, meter, owner, trip, arena, scales=room_for_scales(grad), faults=faults,
+            overwrite=True,
+        )  # fmt: skip
+
+    def _recipe(self, plan: Plan, name: str, route: Route, grad: Tensor) -> _Recipe:
+        spec = self._specs[name]
+        if spec.dtype != grad.dtype:  # DDP's mixed precision reduces in another dtype
+            spec = dataclasses.replace(spec, dtype=grad.dtype)
+        part = share(plan.layers[name].route, spec, self._world, self._levels)
+        stripe = route.carrier().owned(route.codec, part.spec, part.world)
+        owned, first = (None, 0) if stripe is None else (route.codec.slots(stripe.spec), part.start + stripe.start)
+        slots = route.codec.slots(part.spec)
+        return _Recipe(plan, route, spec, slots, part.prefix, part.start, owned, first)
 
     def _in_runs(self) -> bool:
         """Whether layers may be coded as one in this step: none is cut by nodes, and all go by plan."""
@@ -342,8 +387,8 @@ class BucketPlanner:
         faults = self.faults if self.verified() in run.names else None
         seeds, arena, none = Seeds(self._seed, count, whole.name), self._arena(whole.name, 0), Memory({}, {})
         return LayerTask(
-            whole, codec, grad, memory, seeds, run.meter, none, None, arena, faults=faults, layers=run.layers,
-            overwrite=True,
+            whole, codec, grad, memory, seeds, run.meter, none, None, arena, scales=room_for_scales(grad),
+            faults=faults, layers=run.layers, overwrite=True,
         )  # fmt: skip
 
     def _verifies(self, spec: LayerSpec, route: Route) -> bool:

@@ -61,7 +61,8 @@ class DenseExchange(Exchange):
             for item, part in zip(group, packing.slices(payload), strict=True):
                 with item.meter.phase("decompress"):
                     out = item.work_out()
-                    item.codec.decompress(part, out, seed=item.seeds.of(item.codec, world.rank))
+                    seed = item.seeds.of(item.codec, world.rank)
+                    item.codec.decode(part, out, add=False, scale=1.0, seed=seed)
                     item.finish(out)
 
 

@@ -40,6 +40,6 @@ class GatherExchange(Exchange):
             with item.meter.phase("decompress"):
                 out = item.work_out()
                 seeds = [item.seeds.of(item.codec, rank) for rank in range(world.size)]
-                item.codec.decompress_sum(payloads, out, scale=1 / world.size, seeds=seeds)
+                item.codec.decode_sum(payloads, out, scale=1 / world.size, seeds=seeds)
                 item.finish(out)
                 item.vouch(payloads, item.spec)

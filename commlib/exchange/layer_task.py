@@ -17,7 +17,6 @@ from commlib.errors import WrongGradient
 from commlib.exchange.buffers import StepBuffers
 from commlib.exchange.collectives import Payers
 from commlib.runtime.scratch import scratch
-from commlib.runtime.streams import accelerator
 from commlib.telemetry.stats import Meter
 
 if TYPE_CHECKING:
@@ -61,9 +60,9 @@ class ChunkIndex:
 WHOLE = ChunkIndex()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False, slots=True)  # not frozen: to make such a one takes as long as to code a small layer
 class LayerTask:
-    """Task of exchanging one layer in one step.
+    """Task of exchanging one layer in one step. It is not changed once it is made.
 
     Args:
         spec: the layer.
@@ -77,7 +76,7 @@ class LayerTask:
         arena: the layer's; the first layer's is also for what a bucket has once.
         part: which of it travels; of an item that is cut, ``spec``, ``grad`` and slots are still the whole layer's.
         scales: what bounds the values of ``grad`` once they are decoded, if its codec says so (``scale_bytes``): of
-            none of them, or of all, whatever its parts.
+            none of them, or of all, whatever its parts. None: nobody asks for it.
         faults: where the layer is verified in this step, what is found wrong; else None.
         layers: of several that are coded as one, which begins at which value; empty for one layer.
         overwrite: whether the gradient may be overwritten before the mean is there: not if the user still has it.
@@ -93,18 +92,22 @@ class LayerTask:
     trip: FactorRounds | None = None
     arena: StepBuffers = dataclasses.field(default_factory=StepBuffers)
     part: ChunkIndex = WHOLE
-    scales: list[Tensor] = dataclasses.field(default_factory=list)
+    scales: list[Tensor] | None = None
     faults: list[WrongGradient] | None = None
     layers: Sequence[tuple[int, str]] = ()
     overwrite: bool = False
 
     def encode(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
-        """Compress a part of the gradient; with ``faults``, see that what is sent and held back is what was given."""
+        """Compress a part of the gradient; with ``faults``, see that what is sent and held back is what was given.
+
+        Exchanges make payload and memory as the codec asks for: so nothing of them is checked, neither here nor where
+        they are decoded (``Compressor.compress`` does, for other callers).
+        """
         given = None if self.faults is None else owed(x, memory.old, self.codec)
-        self.codec.compress(x, payload, memory=memory, seed=seed, overwrite=self.overwrite)
+        (self.codec.encode_over if self.overwrite else self.codec.encode)(x, payload, memory=memory, seed=seed)
         if given is not None:
             out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-            self.codec.decompress(payload, out, seed=seed)
+            self.codec.decode(payload, out, add=True, scale=1.0, seed=seed)
             kept = owed(out, memory.new, self.codec, before=False)
             if kept is not None:
                 self._check(kept, given, rounding(memory.new))
@@ -156,12 +159,8 @@ class LayerTask:
             self.rows(stripe).copy_(out)
 
     def vouch(self, payloads: Iterable[Tensor], spec: LayerSpec) -> None:
-        """Notes the scales of payloads that have been decoded to it, or to those of its rows that ``spec`` is.
-
-        Not on a GPU, where to look at a bucket's values takes less of the host than to look at each layer's scales.
-        """
-        # a shorter format may overflow where float32 does not
-        if self.grad.dtype == torch.float32 and accelerator(self.grad.device) is None:
+        """Notes the scales of payloads that have been decoded to it, or to those of its rows that ``spec`` is."""
+        if self.scales is not None:
             self.scales.extend(s for s in (scales_of(self.codec, p, spec) for p in payloads) if s.numel())
 
     @property

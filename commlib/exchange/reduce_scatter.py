@@ -88,7 +88,7 @@ class ReduceScatter(Carrier):
                 found = out[start : start + stripe.spec.numel].view(stripe.spec.shape)
                 values = _room(item, found)
                 seeds = [item.seeds.of(item.codec, p, f"stripe {world.rank}") for p in range(world.size)]
-                item.codec.decompress_sum(payloads, values, scale=scale, seeds=seeds)
+                item.codec.decode_sum(payloads, values, scale=scale, seeds=seeds)
                 if values is not found:
                     found.copy_(values)
 

@@ -57,12 +57,12 @@ class ScatterGatherExchange(Exchange):
         mine = packings[world.rank]
         gathered = room[: world.size * max(p.total for p in packings)]
         reply = own_row(gathered, world)
-        for i, (item, part) in enumerate(zip(items, parts, strict=True)):
-            mean = mean_of_stripe(item, part[world.rank], incoming[i], world)
+        for item, part, payloads, payload in zip(items, parts, incoming, mine.slices(reply), strict=True):
+            mean = mean_of_stripe(item, part[world.rank], payloads, world)
             with item.meter.phase("compress"):
                 seed = item.seeds.of(item.codec, world.rank, f"owner {world.rank}")
                 memory = _owners(item, part[world.rank], world)
-                item.encode(mean, mine.slices(reply)[i], memory=memory, seed=seed)
+                item.encode(mean, payload, memory=memory, seed=seed)
         yield [AllGather(gathered, reply, [(item.meter, n) for item, n in zip(items, mine.lengths, strict=True)])]
 
         replies = [p.slices(row) for p, row in zip(packings, rows(gathered, world.size), strict=True)]
@@ -70,7 +70,8 @@ class ScatterGatherExchange(Exchange):
             with item.meter.phase("decompress"):
                 for p, s in enumerate(part):
                     out = item.work_out(s)
-                    item.codec.decompress(replies[p][i], out, seed=item.seeds.of(item.codec, p, f"owner {p}"))
+                    seed = item.seeds.of(item.codec, p, f"owner {p}")
+                    item.codec.decode(replies[p][i], out, add=False, scale=1.0, seed=seed)
                     item.finish(out, s)
                     item.vouch([replies[p][i]], s.spec)
 
@@ -143,5 +144,5 @@ def mean_of_stripe(item: LayerTask, stripe: Stripe, payloads: Tensor, world: Wor
         dtype = item.spec.dtype if item.codec.lossless else torch.float32
         mean = scratch("mean", stripe.spec.shape, dtype, item.grad.device)
         seeds = [item.seeds.of(item.codec, p, f"stripe {world.rank}") for p in range(world.size)]
-        item.codec.decompress_sum(payloads, mean, scale=1 / world.size, seeds=seeds)
+        item.codec.decode_sum(payloads, mean, scale=1 / world.size, seeds=seeds)
         return mean

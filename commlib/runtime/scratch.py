@@ -66,9 +66,12 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 class _Held(threading.local):
     def __init__(self) -> None:
-        self.tensors: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self.tensors: dict[_Use, Tensor] = {}
+        self.views: dict[tuple[_Use, tuple[int, ...]], Tensor] = {}
 
 
+_Use = tuple[str, torch.dtype, torch.device]
+_VIEWS = 1024  # of a thread: a model's layers have fewer shapes
 _held = _Held()
 
 
@@ -86,8 +89,17 @@ def scratch(what: str, shape: Sequence[int], dtype: torch.dtype, device: torch.d
     # PyTorch's allocator knows and we do not; nor does memory cost anything there that it has had before.
     if device.type != "cpu" or is_in_torch_dispatch_mode():
         return torch.empty(tuple(shape), dtype=dtype, device=device)
-    size, key = math.prod(shape), (what, dtype, device)
-    held = _held.tensors.get(key)
-    if held is None or len(held) < size:
-        held = _held.tensors[key] = zeros((size,), dtype, device)
-    return held[:size].view(tuple(shape))
+    key = (what, dtype, device), tuple(shape)
+    view = _held.views.get(key)  # to make one takes as long as to code a small layer
+    return _view(*key) if view is None else view
+
+
+def _view(use: _Use, shape: tuple[int, ...]) -> Tensor:
+    size, whole = math.prod(shape), _held.tensors.get(use)
+    grows = whole is None or len(whole) < size
+    if grows or len(_held.views) >= _VIEWS:
+        _held.views.clear()
+    if whole is None or grows:
+        whole = _held.tensors[use] = zeros((size,), *use[1:])
+    found = _held.views[use, shape] = whole[:size].view(shape)
+    return found

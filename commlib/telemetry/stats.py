@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.autograd.profiler as profiler
 
-from commlib.runtime.streams import accelerator
+from commlib.runtime.streams import Accelerator, accelerator
 
 _NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
@@ -152,6 +152,21 @@ class Stats:
         return cls(steps, skipped, round(wire_bytes), dense, seconds, layers, inter, memory)
 
 
+class _Elapsed(contextlib.AbstractContextManager[None]):
+    """Time spent inside, added to a phase. (A generator would take as long as a small layer's codec.)"""
+
+    __slots__ = ("_name", "_seconds", "_start")
+
+    def __init__(self, seconds: dict[str, float], name: str) -> None:
+        self._seconds, self._name = seconds, name
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self._seconds[self._name] += time.perf_counter() - self._start
+
+
 class Meter:
     """Counts for one layer, or for a bucket of which layers have shares.
 
@@ -186,20 +201,18 @@ class Meter:
         """Adds the time spent inside to a phase, which a profiler sees."""
         return within(self.timed(name), name, self.label)
 
-    @contextlib.contextmanager
-    def timed(self, name: str) -> Iterator[None]:
+    def timed(self, name: str) -> contextlib.AbstractContextManager[None]:
         """The same, unseen."""
-        if self._by is None:
-            start = time.perf_counter()
-            yield
-            self._seconds[name] += time.perf_counter() - start
-            return
+        return _Elapsed(self._seconds, name) if self._by is None else self._sampled(self._by, name)
+
+    @contextlib.contextmanager
+    def _sampled(self, by: Accelerator, name: str) -> Iterator[None]:
         self._calls[name] += 1
         stands_for = 1 if self._calls[name] == 1 else SAMPLED
         if self._calls[name] % SAMPLED != 1:
             yield
             return
-        begin, end = self._by.event(timing=True), self._by.event(timing=True)
+        begin, end = by.event(timing=True), by.event(timing=True)
         begin.record()
         yield
         end.record()

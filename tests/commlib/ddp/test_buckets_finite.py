@@ -14,7 +14,7 @@ from torch import Tensor
 from commlib.codecs.base import LayerSpec, Memory, Seeds
 from commlib.codecs.registry import make
 from commlib.ddp import buckets
-from commlib.ddp.buckets import LARGE, spans
+from commlib.ddp.buckets import LARGE, room_for_scales, spans
 from commlib.exchange.layer_task import LayerTask
 from commlib.groups.world import World
 from commlib.telemetry.stats import Meter
@@ -24,7 +24,9 @@ from tests.support.tiny_ddp import Trainer, same_everywhere, train_poisoned
 
 
 def item(grad: Tensor, vouched: bool, codec: str = "int8") -> LayerTask:
-    scales = [torch.ones(1)] if vouched else []
+    scales = room_for_scales(grad)
+    if vouched and scales is not None:
+        scales.append(torch.ones(1))
     none, meter = Memory({}, {}), Meter(torch.device("cpu"))
     return LayerTask(LayerSpec.of(grad), make(codec), grad, none, Seeds(0, 0, ""), meter, none, scales=scales)
 
@@ -53,17 +55,21 @@ def test_a_bucket_of_nothing_has_nothing_to_look_at() -> None:
 
 
 def test_a_shorter_format_may_overflow_where_scales_do_not() -> None:
-    payload = torch.zeros(make("int8").nbytes(LayerSpec("x", (8,))), dtype=torch.uint8)
-    for dtype, vouched in ((torch.float32, 1), (torch.float16, 0), (torch.bfloat16, 0)):
-        grad = torch.zeros(8, dtype=dtype)
-        it = item(grad, vouched=False)
-        it.vouch([payload], LayerSpec("x", (8,)))
-        assert len(it.scales) == vouched
+    payload = torch.zeros(make("int8").nbytes(LayerSpec("x", (LARGE,))), dtype=torch.uint8)
+    for dtype, vouched in ((torch.float32, [LARGE // 256]), (torch.float16, None), (torch.bfloat16, None)):
+        it = item(torch.zeros(LARGE, dtype=dtype), vouched=False)
+        it.vouch([payload], LayerSpec("x", (LARGE,)))
+        assert (None if it.scales is None else [len(s) for s in it.scales]) == vouched
+
+
+def test_scales_of_a_small_layer_are_not_looked_for() -> None:
+    assert room_for_scales(torch.zeros(LARGE - 1)) is None
+    assert room_for_scales(torch.zeros(LARGE)) == []
 
 
 @pytest.mark.parametrize("codec", ["topk:ratio=0.1", "fp16", "none"])
 def test_codecs_without_scales_vouch_for_nothing(codec: str) -> None:
-    it = item(torch.zeros(40), vouched=False, codec=codec)
+    it = item(torch.zeros(LARGE), vouched=False, codec=codec)
     it.vouch([torch.zeros(it.codec.nbytes(it.spec), dtype=torch.uint8)], it.spec)
     assert it.scales == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -19,6 +20,21 @@ def test_it_is_one_for_all_shapes_that_fit() -> None:
     assert scratch("test", (4,), torch.float32, CPU).data_ptr() == large.data_ptr()
     assert scratch("test", (0, 3), torch.float32, CPU).shape == (0, 3)
     assert scratch("test", (), torch.float32, CPU).shape == ()
+
+
+def test_once_it_has_grown_all_shapes_are_of_the_larger_and_the_smaller_is_given_back() -> None:
+    small = scratch("growing", (4,), torch.float32, CPU)
+    gone = weakref.ref(small.untyped_storage())
+    large = scratch("growing", (400,), torch.float32, CPU)
+    assert scratch("growing", (4,), torch.float32, CPU).data_ptr() == large.data_ptr()
+    del small
+    assert gone() is None
+
+
+def test_of_ever_new_shapes_only_so_many_are_kept() -> None:
+    for n in range(3 * module._VIEWS):
+        assert scratch("ever new", (n,), torch.uint8, CPU).shape == (n,)
+    assert len(_held.views) <= module._VIEWS
 
 
 def test_purposes_dtypes_and_threads_do_not_share_it() -> None:

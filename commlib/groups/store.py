@@ -148,7 +148,7 @@ class _Calls:
         if self.silent:
             raise StoreSilent(f"{_SILENT} and has not answered a call before this: {_KEEPER}")
         future = self._thread.submit(call)
-        if any(wait([future], answer_s / _PARTS).done for _ in range(_PARTS)):
+        if any(wait([future], answer_s / _PARTS)[0] for _ in range(_PARTS)):
             try:
                 return future.result()
             except DistNetworkError as e:

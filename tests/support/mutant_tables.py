@@ -345,8 +345,8 @@ MUTANTS: Sequence[Mutant] = (
 RETURNED: Sequence[Mutant] = (
     Mutant(
         "commlib/groups/store.py",
-        "done, _ = wait([future], answer_s)",
-        "done, _ = wait([future])",
+        "wait([future], answer_s / _PARTS)[0]",
+        "wait([future])[0]",
         "returned",
         "tests/commlib/groups/test_store.py::test_a_store_that_stands_still_is_said_to_be_silent_and_nobody_waits_for_it_twice",
     ),

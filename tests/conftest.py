@@ -101,6 +101,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # PyTorch's modules and thousands of tests need no looking through again and again
+    gc.set_threshold(10_000)  # nor what little is left, after each few hundred objects
     if hasattr(session.config, "workerinput"):
         forked_ranks.begin()  # with all tests to run, some will ask for ranks: by then it has imported PyTorch
 

@@ -23,3 +23,4 @@ registry.compressors.cache_clear()
 torch.set_num_threads(_threads)
 gc.collect()
 gc.freeze()  # to look through it, a forked process would copy all of its pages
+gc.set_threshold(10_000)  # nor is what little is left looked at so often: it took a tenth of a rank's time

@@ -92,21 +92,21 @@ class SparseCodec(Compressor):
         flat.index_copy_(0, places, left)
 
     def _decode_values(self, payload: Tensor, flat: Tensor, seed: int) -> Tensor:
-        """Values of a payload, float32, in memory that the next call overwrites."""
-        values = scratch("values", (self._count(flat.numel()),), torch.float32, flat.device)
+        """Values of a payload, float32, in it or in memory that the next call overwrites."""
         head = payload[: self._values_nbytes(flat.numel())]
+        if self._codec.lossless:
+            return head.view(torch.float32)
+        values = scratch("values", (self._count(flat.numel()),), torch.float32, flat.device)
         self._codec.decode(head, values, add=False, scale=1.0, seed=seed)
         return values
 
     def decode(self, payload: Tensor, out: Tensor, *, add: bool, scale: float, seed: int) -> None:
         flat = out.view(-1)
-        n = flat.numel()
         if not add:
             flat.zero_()
-        if n:
+        if n := flat.numel():
             values = self._decode_values(payload, flat, seed)
-            places = kernels(flat).places_decode(payload[self._values_nbytes(n) :], n, values.numel())
-            flat.index_add_(0, places, values if scale == 1 else values.mul_(scale))
+            kernels(flat).places_add(payload[self._values_nbytes(n) :], values, scale, flat)
 
     def contraction(self, spec: LayerSpec) -> float | None:
         """k/n times that of the values: ‖C(x) − x‖² = (what was left out) + (1 − δ)·(what was sent), at most."""

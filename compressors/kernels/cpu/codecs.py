@@ -142,6 +142,14 @@ def places_decode(payload: Tensor, n: int, k: int) -> Tensor:
     return torch.from_numpy(places)
 
 
+def places_add(payload: Tensor, values: Tensor, scale: float, out: Tensor) -> None:
+    """Same as ``reference.codecs.places_add``, by numba."""
+    n, k = out.numel(), values.numel()
+    low, whole = low_bits(n, k), payload.numpy()
+    head = fields_nbytes(k, low)
+    bitpack.add(whole[:head], whole[head:], low, values.numpy(), np.float32(scale), out.numpy())
+
+
 def largest(x: Tensor, k: int, carry: Carry | None = None) -> tuple[Tensor, Tensor]:
     """Same as ``reference.codecs.largest``, by numba."""
     n, count = x.numel(), 0

@@ -14,15 +14,15 @@ from torch import Tensor
 from commlib.codecs.slots import Carry
 from commlib.compressors.kernels.gpu import block_statistics, cast, onebit, quantize
 from commlib.compressors.kernels.gpu.jit import interpreted, launch
-from commlib.compressors.kernels.gpu.places import largest, largest_moved, places_decode, places_encode
+from commlib.compressors.kernels.gpu.places import largest, largest_moved, places_add, places_decode, places_encode
 from commlib.compressors.kernels.gpu.tiles import BLOCK, MOST, cut, packing
 from commlib.compressors.kernels.reference.codecs import inverse, strata
 from commlib.compressors.kernels.reference.random import key
 
 __all__ = [
     "cast_decode", "cast_encode", "interpreted", "largest", "largest_moved", "levels_decode", "linear_encode", "name",
-    "natural_decode", "natural_encode", "norm_encode", "orthonormal", "places_decode", "places_encode", "sign_decode",
-    "sign_encode", "strata", "ternary_decode", "ternary_encode", "two_means_decode", "two_means_encode",
+    "natural_decode", "natural_encode", "norm_encode", "orthonormal", "places_add", "places_decode", "places_encode",
+    "sign_decode", "sign_encode", "strata", "ternary_decode", "ternary_encode", "two_means_decode", "two_means_encode",
 ]  # fmt: skip
 
 name = "triton"

@@ -26,13 +26,20 @@ from commlib.compressors.kernels.reference.bitpack import pack_bits, unpack_bits
 from commlib.compressors.kernels.reference.fixed_order_sums import blocks, fold
 from commlib.compressors.kernels.reference.orthonormal import orthonormal
 from commlib.compressors.kernels.reference.random import uniform
-from commlib.compressors.kernels.reference.topk import largest, largest_moved, places_decode, places_encode, strata
+from commlib.compressors.kernels.reference.topk import (
+    largest,
+    largest_moved,
+    places_add,
+    places_decode,
+    places_encode,
+    strata,
+)
 
 __all__ = [
     "cast_decode", "cast_encode", "inverse", "largest", "largest_moved", "levels_decode", "linear_encode",
-    "name", "natural_decode", "natural_encode", "norm_encode", "orthonormal", "places_decode", "places_encode",
-    "power_of_two", "sign_decode", "sign_encode", "strata", "ternary_decode", "ternary_encode", "two_means_decode",
-    "two_means_encode",
+    "name", "natural_decode", "natural_encode", "norm_encode", "orthonormal", "places_add", "places_decode",
+    "places_encode", "power_of_two", "sign_decode", "sign_encode", "strata", "ternary_decode",
+    "ternary_encode", "two_means_decode", "two_means_encode",
 ]  # fmt: skip
 
 name = "reference"

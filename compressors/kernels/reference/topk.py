@@ -16,6 +16,12 @@ _MAGNITUDE = 0x7FFFFFFF
 _AT_ONCE = 1 << 20  # values whose keys, twice as long, are held at once
 
 
+def places_add(payload: Tensor, values: Tensor, scale: float, out: Tensor) -> None:
+    """Add values times ``scale``, float32, shape (k,), to those of ``out``, shape (n,), whose places were encoded."""
+    places = places_decode(payload, out.numel(), values.numel())
+    out.index_add_(0, places, values if scale == 1 else values * scale)
+
+
 def largest(x: Tensor, k: int, carry: Carry | None = None) -> tuple[Tensor, Tensor]:
     """The k values of largest magnitude, and where they are; of equal ones the first. NaN is above infinity.
 

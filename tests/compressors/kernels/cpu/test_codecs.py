@@ -76,12 +76,26 @@ def test_codes_places_as_the_reference_does(data: st.DataObject, n: int) -> None
     assert torch.equal(COMPILED.places_decode(payloads[0], n, len(some)), places)
 
 
+@given(data=st.data(), n=st.integers(1, 300), scale=st.sampled_from([1.0, 0.5, 1 / 3, -1.0]))
+def test_adds_values_at_coded_places_as_the_reference_does(data: st.DataObject, n: int, scale: float) -> None:
+    some = sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=1, max_size=100)))
+    payload = torch.zeros(elias_fano_nbytes(n, len(some)), dtype=torch.uint8)
+    PLAIN.places_encode(torch.tensor(some), n, payload)
+    values = torch.tensor(data.draw(st.lists(st.floats(width=32), min_size=len(some), max_size=len(some))))
+    sums = [torch.linspace(-1, 1, n) for _ in range(2)]
+    for kernels, out in zip((COMPILED, PLAIN), sums, strict=True):
+        kernels.places_add(payload, values, scale, out)
+    assert same(*sums)
+
+
 @given(data=st.binary(min_size=40, max_size=40), k=st.integers(1, 60))
 def test_places_are_within_the_layer_whatever_the_bytes_are(data: bytes, k: int) -> None:
     payload = torch.tensor(list(data), dtype=torch.uint8)[: elias_fano_nbytes(100, k)]
     places = COMPILED.places_decode(payload, 100, k)
     assert len(places) == k
     assert 0 <= places.min() <= places.max() < 100
+    COMPILED.places_add(payload, torch.ones(k), 1.0, out := torch.zeros(100))
+    assert out.sum() == k  # all of them in the layer
 
 
 @settings(max_examples=examples(150), deadline=None)

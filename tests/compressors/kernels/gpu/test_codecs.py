@@ -129,6 +129,11 @@ def check_places(device: str, places: Tensor, n: int) -> None:
     PLAIN.places_encode(places, n, wanted[1:])
     assert torch.equal(on.cpu(), wanted)
     assert torch.equal(COMPILED.places_decode(on[1:], n, len(places)).cpu(), places)
+    if n <= 1 << 20:
+        values = torch.linspace(-1, 1, len(places))
+        COMPILED.places_add(on[1:], values.to(device), 0.5, out := torch.ones(n, device=device))
+        PLAIN.places_add(wanted[1:], values, 0.5, theirs := torch.ones(n))
+        assert torch.equal(out.cpu(), theirs)
 
 
 @devices

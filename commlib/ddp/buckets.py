@@ -139,7 +139,7 @@ def _returned(rounds: Rounds, copies: Sequence[tuple[Tensor, Tensor]]) -> Rounds
 
 
 class _Recipe(NamedTuple):
-    """What a layer's task is made of that is the same in every step, while plan, route and dtype are.
+    """Parts of a layer's task that are the same in every step, while plan, route and dtype are.
 
     Attributes:
         plan, route: that it follows from.

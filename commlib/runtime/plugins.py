@@ -8,11 +8,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Collection, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 from commlib.errors import MissingDependency, unknown
 
@@ -59,13 +60,19 @@ def build(cls: type[T], name: str, options: Mapping[str, str], also: Collection[
         ValueError: an unknown option, or a value that is none or out of range.
     """
     fields = {f.name for f in dataclasses.fields(cls) if f.init} if dataclasses.is_dataclass(cls) else set()
-    hints = typing.get_type_hints(cls)
+    hints = _types(cast(Any, cls))
     values: dict[str, Any] = {}
     for key, text in options.items():
         if key not in fields:
             raise ValueError(f"{name}: {unknown('option', key, [*fields, *also])}")
         values[key] = _convert(name, key, text, hints[key])
     return cls(**values)
+
+
+@functools.cache
+def _types(cls: Any) -> Mapping[str, Any]:
+    """Attribute → its type; Python compiles each anew whenever it is asked, and a codec is made for each parameter."""
+    return MappingProxyType(typing.get_type_hints(cls))
 
 
 class Named(Protocol):

@@ -157,8 +157,11 @@ register_module_module_registration_hook(_note)  # a DDP model registers what it
 
 
 def _ddp_models() -> list[DistributedDataParallel]:
-    """Those that there are. To look through all objects takes a tenth of a second for 300,000 of them: so it is done
-    once, for models that were made before this module was imported."""
+    """All DDP models that there are.
+
+    To look through all objects takes a tenth of a second for 300,000 of them: so it is done once, for models that were
+    made before this module was imported.
+    """
     if not _scanned:
         _models.update(x for x in gc.get_objects() if DistributedDataParallel in type(x).__mro__)
         _scanned.append(True)

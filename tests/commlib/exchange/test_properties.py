@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 from typing import Any
 
@@ -32,6 +33,7 @@ PAIRS = [
     for exchange in EXCHANGES
     if Route(exchange, make(spec)).refuse(LayerSpec("x", (64, 64))) is None
 ]
+OF_SMALL = ("onebit@gather", "onebit@scatter_gather", "powersgd@low_rank", "none@dense")
 worlds = st.integers(1, 5)
 shapes = st.one_of(
     st.tuples(st.integers(1, 40), st.integers(1, 40)),
@@ -150,6 +152,47 @@ def test_ranks_that_ask_for_different_collectives_are_refused_by_the_simulation(
         trips.append(EXCHANGES[route.exchange].rounds([item], World(rank, 2), None))
     with pytest.raises(ValueError, match="a real group would hang"):
         run(trips)
+
+
+def tasks(pair: str, layers: int, world: World) -> list[LayerTask]:
+    """Layers of 48 × 8 values, each with memory of its own."""
+    route, store, found = _route(pair), MemoryStore(), []
+    for i in range(layers):
+        spec = LayerSpec(f"layer {i}", (48, 8))
+        stripe, memory = route.carrier().owned(route.codec, spec, world), store.memory(spec, route.codec.slots(spec))
+        owner = Memory({}, {})
+        if stripe is not None:
+            owner = store.owner(spec, route.codec.slots(stripe.spec), stripe.start)
+        seeds, meter = Seeds(0, 0, spec.name), Meter(spec.device)
+        found.append(LayerTask(spec, route.codec, torch.ones(spec.shape), memory, seeds, meter, owner))
+    return found
+
+
+def instructions(pair: str, layers: int) -> int:
+    """Instructions of Python that an exchange of so many layers takes, on both of two ranks."""
+    ranks = [World(rank, 2) for rank in range(2)]
+    route, items, count = _route(pair), [tasks(pair, layers, world) for world in ranks], 0
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run([EXCHANGES[route.exchange].rounds(own, world, None) for own, world in zip(items, ranks, strict=True)])
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("pair", [*OF_SMALL, *full(*(p for p in PAIRS if p not in OF_SMALL))])
+def test_an_exchange_takes_no_more_python_for_a_layer_the_more_there_are(pair: str) -> None:
+    instructions(pair, 2)  # what is made or compiled once
+    few, some, many = (instructions(pair, n) for n in (2, 18, 34))
+    assert many - some <= 1.05 * (some - few)
 
 
 def _route(pair: str) -> Route:

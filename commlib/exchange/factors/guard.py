@@ -153,7 +153,7 @@ def _note(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         _models.add(module)
 
 
-register_module_module_registration_hook(_note)  # a DDP model registers what it wraps; later copies share no parameter
+register_module_module_registration_hook(_note)  # as DDP registers what it wraps. Deep copies share no parameter
 
 
 def _ddp_models() -> list[DistributedDataParallel]:

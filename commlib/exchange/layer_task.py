@@ -140,7 +140,7 @@ class LayerTask:
 
     def rows(self, stripe: Stripe | None = None) -> Tensor:
         """The gradient, spec-shaped, or some rows of it."""
-        grad = self.grad.view(self.spec.shape)
+        grad = self.grad if self.grad.shape == self.spec.shape else self.grad.view(self.spec.shape)
         return grad if stripe is None else grad[stripe.start : stripe.stop]
 
     def work_grad(self, stripe: Stripe | None = None) -> Tensor:

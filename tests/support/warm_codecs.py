@@ -9,6 +9,7 @@ fork, and whoever computes with several would wait for them for ever.
 
 from __future__ import annotations
 
+import fcntl
 import gc
 
 import torch
@@ -18,7 +19,9 @@ from commlib.codecs import registry
 
 _threads = torch.get_num_threads()
 torch.set_num_threads(1)
-registry.warm([commlib.make(name) for name in registry.compressors()], torch.device("cpu"))
+with open(__file__) as file:
+    fcntl.flock(file, fcntl.LOCK_EX)  # the first one compiles, which takes 40 seconds of a core, and the others load
+    registry.warm([commlib.make(name) for name in registry.compressors()], torch.device("cpu"))
 registry.compressors.cache_clear()
 torch.set_num_threads(_threads)
 gc.collect()

@@ -27,6 +27,7 @@ import torch._dynamo  # an optimizer imports it
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
@@ -204,7 +205,11 @@ def _train(route: str, backend: str, lost: bool, cut: bool, deadline_s: float, p
     torch.set_num_threads(1)
     ended = time.monotonic()
     try:
-        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=deadline_s))
+        patient = datetime.timedelta(seconds=60)  # on a busy machine to meet takes longer
+        store, rank, size = next(rendezvous("env://", timeout=patient))
+        deadline = datetime.timedelta(seconds=deadline_s)
+        store.set_timeout(deadline)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=deadline)
         step = ROUTES[route]()
         for done in range(1 << 30):
             if lost and done == STEPS:

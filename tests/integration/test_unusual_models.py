@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import Any
 
 import pytest
@@ -150,6 +151,32 @@ def test_a_layer_of_two_ddp_models_is_dense_in_both(fleet: Fleet, other: str | N
     for plain, ours in zip(
         fleet.run(2, two_models, None, None, late), fleet.run(2, two_models, "factors", other, late), strict=True
     ):
+        assert len(plain) == len(ours)
+        for a, b in zip(plain, ours, strict=True):
+            assert torch.allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def copied(world: World, rule: str | None) -> list[Tensor]:
+    """Gradients of a DDP model, and from the third step on of a shallow copy of it, too: two models that share all."""
+    torch.manual_seed(3)
+    module = Shared(nn.Linear(WIDTH, WIDTH))
+    ddp, found = DistributedDataParallel(module), []
+    comm = None if rule is None else commlib.attach(ddp, rule, min_size=0)
+    models = [ddp]
+    for step in range(5):
+        if step == 2:
+            models.append(copy.copy(ddp))
+        module.zero_grad()
+        x = _batch(world, step)
+        sum(m(x + i).square().mean() for i, m in enumerate(models)).backward()  # type: ignore[union-attr]
+        found += [p.grad.clone() for p in module.parameters() if p.grad is not None]
+    if comm is not None:
+        comm.close()
+    return found
+
+
+def test_a_model_and_a_shallow_copy_of_it_have_ddps_gradients(fleet: Fleet) -> None:
+    for plain, ours in zip(fleet.run(2, copied, None), fleet.run(2, copied, "factors"), strict=True):
         assert len(plain) == len(ours)
         for a, b in zip(plain, ours, strict=True):
             assert torch.allclose(a, b, rtol=1e-5, atol=1e-7)

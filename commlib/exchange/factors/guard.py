@@ -7,6 +7,7 @@ Whatever is not known to be so is no error: such a call computes its gradient as
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -28,14 +29,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Of rows that can travel."""
 
 
-def call_refusal(x: Tensor, module: nn.Linear, leaves: Sequence[nn.Parameter], ddp: object) -> str:
+def call_refusal(x: Tensor, module: nn.Linear, leaves: Sequence[nn.Parameter]) -> str:
     """Why a call's gradient has to be computed as usual; empty if its rows can stand for it.
 
     Args:
         x: input of the call.
         module: the layer.
         leaves: its weight, and its bias if it has one, as DDP knows them.
-        ddp: the DDP model whose exchange this is.
     """
     weight, *bias = leaves
     if module.weight is not weight or (module.bias is not bias[0] if bias else module.bias is not None):
@@ -50,10 +50,13 @@ def call_refusal(x: Tensor, module: nn.Linear, leaves: Sequence[nn.Parameter], d
         return f"its input is {x.dtype} on {x.device}, its weight {weight.dtype} on {weight.device}"
     if (torch.get_autocast_dtype(kind) if cast else x.dtype) not in DTYPES:
         return f"rows of {x.dtype} cannot travel"
-    active = DistributedDataParallel._active_ddp_module
-    if active is not None and active is not ddp:
-        return "another DDP model calls it, too"
     return ""
+
+
+def called_by_another(ddp: object) -> bool:
+    """Whether a call is within the forward pass of another DDP model than this one, which a shallow copy of it is."""
+    active = DistributedDataParallel._active_ddp_module
+    return active is not None and active is not ddp
 
 
 def parameter_refusal(leaves: Sequence[nn.Parameter]) -> str:
@@ -134,35 +137,40 @@ def _transform() -> str:
 
 def sharing(ddp: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> set[int]:
     """``id`` of each of these parameters that another DDP model reduces, too: it would miss the local gradient."""
+    _look_around()
     mine = {id(p) for p in parameters}
     for again in (False, True):
         if again:
             gc.collect()  # what was found may be a model that nothing refers to any more
-        found = {id(p) for other in _ddp_models() if other is not ddp for p in other.parameters() if id(p) in mine}
+        found = {id(p) for other in list(_models) if other is not ddp for p in other.parameters() if id(p) in mine}
         if not found:
             break
     return found
 
 
 _models: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-_scanned: list[bool] = []
+_registered = 0
 
 
-def _note(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+def ddp_models_made() -> int:
+    """Number of DDP models that have been made: when it is another, :func:`sharing` may be, too."""
+    return _registered
+
+
+def _register(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    global _registered
     if isinstance(module, DistributedDataParallel):
         _models.add(module)
+        _registered += 1
 
 
-register_module_module_registration_hook(_note)  # as DDP registers what it wraps. Deep copies share no parameter
+register_module_module_registration_hook(_register)  # as DDP registers what it wraps
 
 
-def _ddp_models() -> list[DistributedDataParallel]:
-    """All DDP models that there are.
+@functools.cache
+def _look_around() -> None:
+    """Register DDP models that were made before this module was imported.
 
-    To look through all objects takes a tenth of a second for 300,000 of them: so it is done once, for models that were
-    made before this module was imported.
+    It is done once: to look through all objects takes a tenth of a second for 300,000 of them.
     """
-    if not _scanned:
-        _models.update(x for x in gc.get_objects() if DistributedDataParallel in type(x).__mro__)
-        _scanned.append(True)
-    return list(_models)
+    _models.update(x for x in gc.get_objects() if DistributedDataParallel in type(x).__mro__)

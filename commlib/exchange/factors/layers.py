@@ -16,12 +16,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from commlib.codecs.base import Compressor, Seeds
 from commlib.exchange.base import Routed
-from commlib.exchange.factors.guard import sharing
+from commlib.exchange.factors.guard import ddp_models_made, sharing
 from commlib.exchange.factors.order import InterleavedOrder, RowOrder, StepOrder
 from commlib.exchange.factors.retained import has_gradient
 from commlib.exchange.factors.rounds import FactorRounds, RowHistory
@@ -80,7 +79,7 @@ class FactorLayers:
         self._armed = self._syncing = False
         self._taps: dict[str, Tap] = {}
         self._around: list[Any] = []
-        self._others = False  # whether DDP models have been made since it was seen which layers they share
+        self._seen = 0  # DDP models that had been made when it was seen which layers they share
         self._proving: frozenset[str] = frozenset()
         self._proofs: dict[str, FactorRounds] = {}
         self._remarks: dict[str, tuple[int, str]] = {}
@@ -159,7 +158,7 @@ class FactorLayers:
 
     def _share(self) -> None:
         """See which layers another DDP model reduces, too: that would miss their gradient, so nothing is caught."""
-        ddp = self.ddp
+        ddp, self._seen = self.ddp, ddp_models_made()
         if self._routes and self._taps and ddp is not None:
             leaves = [p for tap in self._taps.values() for p in tap.leaves]
             try:
@@ -208,12 +207,7 @@ class FactorLayers:
         self._taps = {name: Tap(name, module, owner, traced=traced) for name, module in self._modules.items()}
         self._share()
         self._fit()
-        made = functools.partial(_registered, weakref.ref(self))
-        self._around = [
-            before_forward(ddp, self),
-            after_forward(ddp, self),
-            register_module_module_registration_hook(made),
-        ]
+        self._around = [before_forward(ddp, self), after_forward(ddp, self)]
 
     def remove(self) -> None:
         """Make the layers ordinary again; more than once does no harm."""
@@ -324,8 +318,7 @@ class FactorLayers:
         for tap in self._taps.values():
             tap.begin()
             tap.proving = self._proves(tap.name)
-        if self._others:
-            self._others = False
+        if self._seen != ddp_models_made():
             self._share()
         on = torch.is_grad_enabled()
         self._armed |= on
@@ -336,10 +329,6 @@ class FactorLayers:
                     tap.put()
             if self.observer is not None:
                 self.observer.begin()
-
-    def note_ddp(self) -> None:
-        """Another DDP model has been made: it may share layers with this one."""
-        self._others = True
 
     def _proves(self, name: str) -> bool:
         """Whether a layer's gradient is exchanged both ways in this step, and compared."""
@@ -413,9 +402,3 @@ class FactorLayers:
     def _start(self, due: Sequence[str]) -> None:
         for name in due:
             self._trip(name).start(self._group)
-
-
-def _registered(layers: weakref.ref[FactorLayers], module: nn.Module, name: str, submodule: object) -> None:
-    """PyTorch calls this for every module that becomes part of another."""
-    if isinstance(module, DistributedDataParallel) and (it := layers()) is not None:
-        it.note_ddp()

@@ -20,6 +20,7 @@ from torch.nn import functional
 from commlib.exchange.factors.guard import (
     HookTable,
     call_refusal,
+    called_by_another,
     mark_node,
     marked,
     may_be_called_again,
@@ -206,10 +207,10 @@ class Tap:
         if self.node_watched():
             return "a hook on the node that accumulates a parameter's gradient sees it"
         try:
-            if x is None:
-                found = parameter_refusal(self.leaves)
-            else:
-                found = call_refusal(x, self.module, self.leaves, self._owner.ddp)
+            if called_by_another(self._owner.ddp):
+                self.shared = True  # so the rows of calls before it stay, too
+                return "another DDP model calls it, too"
+            found = parameter_refusal(self.leaves) if x is None else call_refusal(x, self.module, self.leaves)
             return found or (_UNKNOWN if self._replaced() else "")
         except Exception:
             _log.warning("layer %s goes as dense gradient: its call was not understood", self.name, exc_info=True)

@@ -25,18 +25,21 @@ def found(world: World) -> list[str]:
 
     one = DistributedDataParallel(nn.Sequential(common, own))
     before = DistributedDataParallel(nn.Sequential(common))
-    with mock.patch.object(guard, "_scanned", []):
-        guard._models.clear()  # as if this module were imported now
-        expect("made before", one, shared)
-        expect("the other one's", before, {id(p) for p in mine})
-        later = DistributedDataParallel(nn.Sequential(own))
-        with mock.patch.object(gc, "get_objects", side_effect=AssertionError("looked through all objects again")):
-            expect("made later", one, shared | {id(p) for p in own.parameters()})
-            del later, before
-            expect("gone", one, set())
-        one.__dict__["cycle"] = one  # only the collector frees it
-        del one
-        expect("gone in a cycle", DistributedDataParallel(nn.Sequential(common)), set())
+    guard._models.clear()  # as if its module were imported now
+    guard._look_around.cache_clear()
+    expect("made before", one, shared)
+    expect("the other one's", before, {id(p) for p in mine})
+    made = guard.ddp_models_made()
+    later = DistributedDataParallel(nn.Sequential(own))
+    if guard.ddp_models_made() == made:
+        wrong.append("not counted")
+    with mock.patch.object(gc, "get_objects", side_effect=AssertionError("looked through all objects again")):
+        expect("made later", one, shared | {id(p) for p in own.parameters()})
+        del later, before
+        expect("gone", one, set())
+    one.__dict__["cycle"] = one  # only the collector frees it
+    del one
+    expect("gone in a cycle", DistributedDataParallel(nn.Sequential(common)), set())
     return wrong
 
 

@@ -169,14 +169,24 @@ def roll_call_at(store: DeadlineStore, key: str, world: World) -> str:
     """The same at a store."""
     store = store.within(ROLL_CALL_S)
     try:
-        store.set(f"{key}/called", b"")
-        store.set(f"{key}/{world.rank}", b"here")
+        _call_and_answer(store, key, world)
         missing = wait_for_all(store, key, world, ROLL_CALL_S)
         words = f"{named(missing)} did not answer a roll call" if missing else "all ranks still answer a roll call"
         store.set(f"{key}/verdict", words)
     except Exception as e:
         return f"the store that would know who is missing does not answer either ({type(e).__name__})"
     return words
+
+
+def begin_roll_call(store: DeadlineStore, key: str, world: World) -> None:
+    """The first part of :func:`roll_call_at`, for a rank with something to do before it can wait. Never raises."""
+    with contextlib.suppress(Exception):  # the roll call itself will say so
+        _call_and_answer(store.within(ROLL_CALL_S), key, world)
+
+
+def _call_and_answer(store: DeadlineStore, key: str, world: World) -> None:
+    store.set(f"{key}/called", b"")
+    store.set(f"{key}/{world.rank}", b"here")
 
 
 def answer_roll_call(group: Any, key: str, world: World) -> str:

@@ -37,7 +37,7 @@ def many_steps(world: World, pairs: list[str], steps: int) -> dict[str, tuple[bo
     return report
 
 
-@pytest.mark.parametrize(("size", "pairs", "steps"), [(2, SOME, 5), *full((2, PAIRS, 25), (3, PAIRS, 25))])
+@pytest.mark.parametrize(("size", "pairs", "steps"), [(2, SOME, 5), *full((2, PAIRS, 50), (3, PAIRS, 50))])
 def test_replicas_are_bitwise_equal_after_many_steps_and_bytes_at_the_process_group_equal_stats(
     fleet: Fleet, size: int, pairs: tuple[str, ...], steps: int
 ):

@@ -60,11 +60,15 @@ class Engine:
     Args:
         endpoint: connected to all others of the group, and used by nobody else.
         name: of the group.
-        roll_call: says after a failure who is still there, in words.
+        begin_roll_call: says after a failure that this rank is still there.
+        roll_call: says then who is, in words.
     """
 
-    def __init__(self, endpoint: Endpoint, name: str, roll_call: Callable[[], str]) -> None:
-        self._endpoint, self._name, self._roll_call = endpoint, name, roll_call
+    def __init__(
+        self, endpoint: Endpoint, name: str, begin_roll_call: Callable[[], None], roll_call: Callable[[], str]
+    ) -> None:
+        self._endpoint, self._name = endpoint, name
+        self._begin_roll_call, self._roll_call = begin_roll_call, roll_call
         self._lock = threading.Lock()
         self._work, self._ended = threading.Condition(self._lock), threading.Condition(self._lock)
         self._queue: collections.deque[EngineCall] = collections.deque()
@@ -215,6 +219,7 @@ class Engine:
         if self._closed and self._error is not None:
             return self._error
         where = f"group {self._name!r}, call {self._count}, {call.work.what}, {call.timeout:g} s"
+        self._begin_roll_call()  # to tell the others takes a while where one of them is gone; they would miss this rank
         self._endpoint.abort(f"{error} ({where})")
         if not isinstance(error, CommlibError):
             return error

@@ -9,7 +9,7 @@ import weakref
 from typing import Any
 
 from commlib.errors import CommlibError
-from commlib.groups.handshake import roll_call_at
+from commlib.groups.handshake import begin_roll_call, roll_call_at
 from commlib.groups.store import ANSWER_S, DeadlineStore
 from commlib.groups.world import World
 from commlib.transports.options import Options
@@ -70,7 +70,8 @@ def create(about: Any, options: Options | None = None) -> ZmqGroup:
         return found
 
     reach = functools.partial(rendezvous.connect, store, "zmq/mail")
-    engine = Engine(endpoint, job, functools.partial(roll_call_at, store, "zmq/roll", world))
+    begin, call = (functools.partial(each, store, "zmq/roll", world) for each in (begin_roll_call, roll_call_at))
+    engine = Engine(endpoint, job, begin, call)
     place = Position(world.rank, world.size, choice.piece(line))
     mail = Mailbox(place, open_mail, reach)
     closing = threading.Lock()

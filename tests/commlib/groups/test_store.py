@@ -116,16 +116,19 @@ def test_a_process_that_stood_still_for_longer_than_a_store_has_to_answer_still_
             except StoreSilent:
                 os.write(told, b"silent")
         os._exit(0)
-    assert os.read(words, 9) == b"asked "
-    os.kill(pid, signal.SIGSTOP)
-    time.sleep(1.7)  # not a race: what it waits for comes when it goes on
-    os.kill(pid, signal.SIGCONT)
-    time.sleep(0.05)  # but not before it could give up
-    os.write(answer, b"1")
-    assert os.read(words, 9) == b"answered"
-    os.waitpid(pid, 0)
-    for end in (answers, answer, words, told):
-        os.close(end)
+    try:
+        assert os.read(words, 9) == b"asked "
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(1.7)  # not a race: what it waits for comes when it goes on
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.05)  # but not before it could give up
+        os.write(answer, b"1")
+        assert os.read(words, 9) == b"answered"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        for end in (answers, answer, words, told):
+            os.close(end)
 
 
 def test_a_store_that_wakes_up_is_asked_again_and_hears_what_it_had_been_told(deaf: Deaf) -> None:

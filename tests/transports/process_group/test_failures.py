@@ -23,9 +23,6 @@ from tests.support.thread_groups import each, groups, new_store, said, set_deadl
 ENDLESS_S = 600.0
 """A deadline that no test waits for: pytest's own is shorter."""
 
-RANK_2_IS_MISSING = r"ranks? (?:[01], )?2 did not answer a roll call"
-"""What two of three ranks say. On a machine that is busy, or stands still, one of them may not answer in time, too."""
-
 
 def most() -> Any:
     return types.SimpleNamespace(reduceOp=dist.ReduceOp.MAX)
@@ -74,7 +71,7 @@ def test_a_rank_that_does_not_come_is_named_with_the_call_by_all_others() -> Non
         for w in words:
             assert w.startswith("PeerLost")
             assert "all_reduce(8 × float32, sum), 1 s" in w
-            assert re.search(RANK_2_IS_MISSING, w), words
+            assert "rank 2 did not answer a roll call" in w
         assert "rank 2" in said(lambda: ranks[0].barrier().wait())  # and of no more use
         ranks[2].allreduce([late := ones()]).wait()
         assert late.eq(3).all()  # the others' parts had come
@@ -107,8 +104,23 @@ def test_a_rank_that_dies_in_the_middle_is_named_before_the_deadline() -> None:
         threading.Timer(0.3, ranks[2].shutdown).start()
         words = each(ranks[:2], lambda g: said(lambda: g.allreduce([ones()]).wait()))
         assert any("rank 2 has said goodbye" in w for w in words)
-        for w in words:
-            assert re.search(RANK_2_IS_MISSING, w), words
+        assert all("rank 2 did not answer a roll call" in w for w in words)
+
+
+def test_a_rank_that_is_still_telling_the_others_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    through = threading.Event()
+    with groups(3, seconds=ENDLESS_S) as ranks:
+        slow: Any = ranks[0]._engine._endpoint
+        abort = slow.abort
+        monkeypatch.setattr(slow, "abort", lambda why: (through.wait(60), abort(why)))
+        threading.Timer(0.3, ranks[2].shutdown).start()
+
+        def call(group: ZmqGroup) -> str:
+            words = said(lambda: group.allreduce([ones()]).wait())
+            through.set()
+            return words
+
+        assert "; rank 2 did not answer a roll call" in each(ranks[:2], call)[1]
 
 
 def test_a_monitored_barrier_names_who_does_not_come() -> None:
@@ -117,7 +129,8 @@ def test_a_monitored_barrier_names_who_does_not_come() -> None:
         words = each(ranks[:2], lambda g: said(lambda: g.monitored_barrier(datetime.timedelta(seconds=0.3), True)))
         for w in words:
             assert "nothing came from rank 2" in w
-            assert re.search(rf"barrier\(\), 0\.3 s; {RANK_2_IS_MISSING}", w)
+            # on a busy machine another one may not answer in a part of 0.3 s
+            assert re.search(r"barrier\(\), 0\.3 s; ranks? (?:[01], )?2 did not answer a roll call", w)
 
 
 def test_a_destroyed_group_says_so_to_those_who_wait_and_who_come() -> None:

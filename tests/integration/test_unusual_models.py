@@ -168,7 +168,7 @@ def copied(world: World, rule: str | None) -> list[Tensor]:
             models.append(copy.copy(ddp))
         module.zero_grad()
         x = _batch(world, step)
-        sum(m(x + i).square().mean() for i, m in enumerate(models)).backward()  # type: ignore[union-attr]
+        sum(m(x + i).square().mean() for i, m in enumerate(models)).backward()
         found += [p.grad.clone() for p in module.parameters() if p.grad is not None]
     if comm is not None:
         comm.close()

@@ -70,7 +70,8 @@ def create(about: Any, options: Options | None = None) -> ZmqGroup:
         return found
 
     reach = functools.partial(rendezvous.connect, store, "zmq/mail")
-    begin, call = (functools.partial(each, store, "zmq/roll", world) for each in (begin_roll_call, roll_call_at))
+    roll = store, "zmq/roll", world
+    begin, call = functools.partial(begin_roll_call, *roll), functools.partial(roll_call_at, *roll)
     engine = Engine(endpoint, job, begin, call)
     place = Position(world.rank, world.size, choice.piece(line))
     mail = Mailbox(place, open_mail, reach)

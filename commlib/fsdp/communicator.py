@@ -23,6 +23,7 @@ from commlib.codecs.memory_store import MemoryStore
 from commlib.errors import CommlibError, PeerLost
 from commlib.exchange import reduce_scatter
 from commlib.exchange.collectives import AllGather, Rounds, Scope, lockstep
+from commlib.exchange.in_flight import reason
 from commlib.exchange.lanes import Siblings, lay, make_sequencer, scopes
 from commlib.exchange.peer_wait import PeerWait
 from commlib.exchange.reduce_scatter import ReduceScatter
@@ -217,6 +218,7 @@ class FsdpCommunicator:
         """
         group, key, world = self._calls[between]
         looks = not waits_on_stream(group, self.device)  # else this thread does not wait
+        work = None
         try:
             with self._waiting():
                 work = call(looks)
@@ -224,8 +226,8 @@ class FsdpCommunicator:
                     wait(self._future_of(work), self.meanwhile)
         except CommlibError:
             raise
-        except RuntimeError as e:
-            why = explained(group, key, world, e)
+        except RuntimeError as error:
+            why = explained(group, key, world, e := error if work is None else reason(work, error))
             me = f"rank {world.rank} of {world.size}"
             lost = PeerLost(f"{me} could not exchange {what} of {unit.name} in step {self.steps.count}: {why}")
             raise self._sequencer.give_up(lost) from e

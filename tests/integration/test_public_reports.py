@@ -24,7 +24,7 @@ from tests.support.rank_pool import Fleet
 from tests.support.reported_models import Parts, chain, mean
 from tests.support.tiers import full
 from tests.support.tiny_ddp import head, same_everywhere
-from tests.support.unusual_models import WIDTH
+from tests.support.unusual_modules import WIDTH
 
 PAGE = Path(__file__).parents[2] / "docs" / "reports.md"
 RAISING = [r.thread for r in REPORTS if r.raises]

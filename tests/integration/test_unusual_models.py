@@ -17,7 +17,9 @@ from commlib.groups.world import World
 from tests.support.rank_pool import Fleet
 from tests.support.tiers import full
 from tests.support.tiny_ddp import head, same_everywhere
-from tests.support.unusual_models import CASES, SEEN, WIDTH
+from tests.support.unusual_loops import SEEN
+from tests.support.unusual_models import CASES
+from tests.support.unusual_modules import WIDTH
 
 EXACT = ("none", "factors", "owners", "auto")
 CODECS = ("onebit", "topk:ratio=0.5", "powersgd:rank=1", "int8")

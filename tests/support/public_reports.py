@@ -78,7 +78,9 @@ from tests.support.reported_models import (
     zero_on_one,
     zeroed_in_place,
 )
-from tests.support.unusual_models import UNUSED, WIDTH, Case, two_forwards
+from tests.support.unusual_loops import two_forwards
+from tests.support.unusual_models import UNUSED, Case
+from tests.support.unusual_modules import WIDTH
 
 
 @dataclasses.dataclass(frozen=True)

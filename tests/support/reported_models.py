@@ -13,7 +13,8 @@ from torch.func import jvp
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.support.unusual_models import WIDTH, Step
+from tests.support.unusual_loops import Step
+from tests.support.unusual_modules import WIDTH
 
 Body = Callable[..., Any]
 FLAT = {"broadcast_buffers": False}

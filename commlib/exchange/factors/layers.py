@@ -167,7 +167,8 @@ class FactorLayers:
                 _log.warning("layers go as dense gradient: it is not known who shares them", exc_info=True)
                 found = {id(p) for p in leaves}
             for tap in self._taps.values():
-                tap.shared |= any(id(p) in found for p in tap.leaves)
+                if any(id(p) in found for p in tap.leaves):
+                    tap.barred = tap.barred or "another DDP model reduces a parameter of it, too"
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
@@ -312,6 +313,7 @@ class FactorLayers:
             for tap in self._taps.values():
                 tap.take()
             self._reset(whole=False)
+            self._broken()
         if not self._armed and self._routes:
             asked = self._sample()
             self._verified = asked() if asked is not None else ""
@@ -329,6 +331,19 @@ class FactorLayers:
                     tap.put()
             if self.observer is not None:
                 self.observer.begin()
+
+    def _broken(self) -> None:
+        """A backward pass has broken off. A static graph of DDP's never recovers from it: it reduces nothing any more,
+        without an error, so nobody would write the gradient of rows.
+        """
+        ddp = self.ddp
+        if ddp is not None and ddp.static_graph:
+            _log.warning(
+                "a backward pass has broken off, and DDP with static_graph=True may never reduce gradients again "
+                "(PyTorch's DDP says nothing): wrap the model anew, or let static_graph=False"
+            )
+            for tap in self._taps.values():
+                tap.barred = "a backward pass has broken off, from which a static graph of DDP's does not recover"
 
     def _proves(self, name: str) -> bool:
         """Whether a layer's gradient is exchanged both ways in this step, and compared."""

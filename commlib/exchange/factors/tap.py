@@ -79,7 +79,7 @@ class Tap:
 
     Attributes:
         foreign: whether gradient has reached a parameter that is not of these rows.
-        shared: whether another DDP model reduces a parameter of it: then nothing is caught.
+        barred: why nothing is ever caught, as where another DDP model reduces a parameter of it; empty if it may be.
         again: whether a call may be made once more in the backward pass (activation checkpointing).
         proving: whether autograd gets the true gradient in this step, though rows leave: so both can be compared.
         why: why a call was not caught, or why there was other gradient; the last reason, empty if there was none.
@@ -87,8 +87,8 @@ class Tap:
 
     def __init__(self, name: str, module: nn.Linear, owner: TapOwner, *, traced: bool = False) -> None:
         self.name, self.module, self.traced = name, module, traced
-        self.foreign = self.retired = self.shared = self.again = self.proving = False
-        self.why = self._refused = ""
+        self.foreign = self.retired = self.again = self.proving = False
+        self.barred = self.why = self._refused = ""
         self.leaves: list[nn.Parameter] = [p for p in module._parameters.values() if p is not None]  # the weight first
         self._owner = owner
         self._rows: list[Rows] = []
@@ -202,20 +202,20 @@ class Tap:
 
     def _refusal(self, x: Tensor | None) -> str:
         """Why the rows of a call do not stand for its gradient; whatever goes wrong is a reason."""
-        if self.shared:
-            return "another DDP model reduces a parameter of it, too"
+        if self.barred:
+            return self.barred
         if self.node_watched():
             return "a hook on the node that accumulates a parameter's gradient sees it"
         try:
             if called_by_another(self._owner.ddp):
-                self.shared = True  # so the rows of calls before it stay, too
-                return "another DDP model calls it, too"
+                self.barred = "another DDP model calls it, too"  # so the rows of calls before it stay, too
+                return self.barred
             found = parameter_refusal(self.leaves) if x is None else call_refusal(x, self.module, self.leaves)
             return found or (_UNKNOWN if self._replaced() else "")
         except Exception:
             _log.warning("layer %s goes as dense gradient: its call was not understood", self.name, exc_info=True)
-            self.shared = True
-            return "its call was not understood (see the warning)"
+            self.barred = "its call was not understood (see the warning)"
+            return self.barred
 
     def passed(self, grad: Tensor | None) -> None:
         """The backward pass has come to a call that is not live; without a gradient if nothing used its output."""
@@ -391,7 +391,7 @@ def _accumulates(ctx: Any, tap: Tap) -> bool:
     hook sees it, the gradient itself must be there.
     """
     nodes = [node for i, (node, _) in enumerate(ctx.next_functions) if i != int(ctx.has_bias)]  # not the input's
-    if tap.shared or tap.node_watched() or parameter_refusal(tap.leaves) or len(nodes) != len(tap.leaves):
+    if tap.barred or tap.node_watched() or parameter_refusal(tap.leaves) or len(nodes) != len(tap.leaves):
         return False
     for node, p in zip(nodes, reversed(tap.leaves), strict=True):
         if getattr(node, "variable", None) is not p:

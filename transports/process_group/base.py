@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.autograd.profiler as profiler
 import torch.distributed as dist
 from torch import Tensor
 
@@ -171,13 +172,15 @@ class GroupCalls(GroupIdentity):
         return self._shown(kind, lambda: self._engine.submit(call, waited_for=waited_for))
 
     def _shown(self, name: str, begin: Callable[[], CollectiveWork]) -> CollectiveWork:
-        """Begin a call; a profiler that runs sees it, from now until it is through."""
-        if not torch.autograd.profiler._is_profiler_enabled:
+        """Begin a call, which a profiler that runs sees; what is waited for it, too (:meth:`CollectiveWork.wait`).
+
+        Both in this thread. A span until the call is through would be ended by the engine's thread, and PyTorch's
+        profiler ends the process by a segmentation fault where that happens while it is stopped.
+        """
+        if not profiler._is_profiler_enabled:
             return begin()
-        with torch.autograd.profiler.record_function(f"zmq:{name}") as seen:
-            work = begin()
-            seen._call_end_callbacks_on_future(work.get_future())
-        return work
+        with profiler.record_function(f"zmq:{name}"):
+            return begin()
 
     def _seconds(self, opts: Any) -> float:
         given: datetime.timedelta | None = getattr(opts, "timeout", None)

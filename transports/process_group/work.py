@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.autograd.profiler as profiler
 import torch.distributed as dist
 from torch import Tensor
 
@@ -63,7 +64,14 @@ class CollectiveWork(dist.Work):
 
         What is on a GPU is filled behind what its current stream has: that waits, as NCCL's does.
         """
-        seconds = timeout.total_seconds()
+        if profiler._is_profiler_enabled:
+            with profiler.record_function(f"zmq:wait for {self.what.partition('(')[0]}"):
+                self._wait(timeout.total_seconds())
+        else:
+            self._wait(timeout.total_seconds())
+        return True
+
+    def _wait(self, seconds: float) -> None:
         if seconds > 0:
             if not self._ended.wait(seconds):
                 raise RuntimeError(f"{self.what} was not through within {seconds:g} s; it goes on")
@@ -77,7 +85,6 @@ class CollectiveWork(dist.Work):
             raise self._error
         for each in self._staged:
             each.join()
-        return True
 
     def is_completed(self) -> bool:
         """Whether it is through, or failed."""

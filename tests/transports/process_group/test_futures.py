@@ -252,5 +252,23 @@ def profiled(world: World) -> list[tuple[str, int]]:
 
 def test_a_profiler_sees_each_call(fleet: Fleet) -> None:
     sent, received = fleet.run(2, profiled, backend="zmq")
-    assert sent == [("zmq:all_reduce", 1), ("zmq:broadcast", 1), ("zmq:send", 1)]
-    assert received == [("zmq:all_reduce", 1), ("zmq:broadcast", 1), ("zmq:recv", 1)]
+    called = ("zmq:all_reduce", 1), ("zmq:broadcast", 1)
+    waited = ("zmq:wait for all_reduce", 1), ("zmq:wait for broadcast", 1)
+    assert sent == [*called, ("zmq:send", 1), *waited, ("zmq:wait for send", 1)]
+    assert received == [*called, ("zmq:recv", 1), *waited, ("zmq:wait for recv", 1)]
+
+
+def profiled_often(world: World, times: int) -> int:
+    """Profiles that end while what was begun in them is under way, or just through."""
+    for n in range(times):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            begun: list[Any] = [dist.all_reduce(torch.ones(2), async_op=True) for _ in range(4)]
+            for work in begun[: 4 * (n % 2)]:
+                work.get_future().wait()
+        for work in begun:
+            work.wait()
+    return times
+
+
+def test_a_profiler_may_end_while_calls_are_under_way(fleet: Fleet) -> None:
+    assert fleet.run(2, profiled_often, 60, backend="zmq") == [60, 60]

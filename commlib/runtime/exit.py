@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import functools
 import logging
+import os
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ _WHILE_S = 0.1  # they need some microseconds
 _AT_MOST_S = 2.0  # as long as one of them still waits for a core
 _log = logging.getLogger("commlib")
 _open: dict[int, Callable[[], object]] = {}
+os.register_at_fork(after_in_child=_open.clear)  # what is its parent's is not for a forked process to close
 
 
 class Close(Protocol):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -9,8 +11,11 @@ from typing import Any
 
 import pytest
 
+from commlib.groups.world import World
 from tests.docs.treated import recipe
 from tests.support.clean_exits import KINDS, LOST, ROUTES
+from tests.support.rank_pool import Fleet
+from tests.support.tiny_ddp import Trainer, same_everywhere
 
 pytestmark = pytest.mark.timeout(2500)
 RUNS = 1
@@ -53,3 +58,23 @@ OTHERS = together([route for route in EVERY if route not in SOME], pytest.mark.l
 def test_who_has_lost_a_rank_ends_as_a_script_does_with_the_error_or_after_it(routes: tuple[str, ...]) -> None:
     assert set(routes) <= set(EVERY)
     ends_well(routes)
+
+
+def forks(world: World, rule: str | None) -> tuple[int, bool]:
+    """How a process ends that a rank forks between two steps, and whether the training goes on."""
+    trainer = Trainer(world, rule)
+    trainer.train(2)
+    pid = os.fork()
+    if pid == 0:
+        atexit._run_exitfuncs()  # as Python does after the last line of a script
+        os._exit(7)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    trainer.train(2)
+    trainer.close()
+    return code, same_everywhere(world, trainer.weights())
+
+
+@pytest.mark.parametrize("rule", [None, "onebit"])
+@pytest.mark.parametrize("backend", ["gloo", "zmq"])
+def test_a_forked_process_leaves_what_is_its_parents_alone(fleet: Fleet, backend: str, rule: str | None) -> None:
+    assert fleet.run(2, forks, rule, backend=backend, deadline=60) == [(7, True)] * 2

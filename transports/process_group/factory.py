@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import threading
 import weakref
 from typing import Any
@@ -99,3 +100,6 @@ def _leave() -> None:
     """Shut down the groups that nobody has destroyed, so that all that was sent leaves."""
     for group in list(_live):
         group.shutdown()
+
+
+os.register_at_fork(after_in_child=_live.clear)  # they are its parent's, as their threads and sockets are

@@ -33,7 +33,7 @@ from .work import CollectiveWork
 
 _log = logging.getLogger("commlib")
 _LOOK_S = 0.25  # so long a call may lie there whose caller said that it would wait, and does not
-_GLANCE_S = 0.05  # to hear of who is gone, while nobody else reads
+GLANCE_S = 0.05  # to hear of who is gone, while nobody else reads
 _SPARE = 2  # threads that serve and wait for calls; more of them end
 
 
@@ -117,7 +117,7 @@ class Engine:
     def gone(self) -> dict[int, str]:
         """Peers that are gone, as far as that is known, and why; what this group failed by may not know that."""
         try:
-            return self._endpoint.gone(_GLANCE_S)
+            return self._endpoint.gone(GLANCE_S)
         except CommlibError:
             return {}
 

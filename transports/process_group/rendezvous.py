@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import secrets
 import statistics
 import time
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,7 @@ import msgpack
 import torch
 
 from commlib.errors import AuthenticationError, CommlibError, PeerLost, StoreSilent
-from commlib.groups.handshake import wait_for_all
+from commlib.groups.handshake import wait_for, wait_for_all
 from commlib.groups.store import DeadlineStore
 from commlib.groups.world import World
 from commlib.messaging import keys
@@ -22,6 +24,8 @@ from commlib.messaging.link_model import AlphaBeta
 from commlib.messaging.network import address_towards, machine, store_host
 from commlib.transports.options import Options
 from commlib.transports.zeromq import ZeroMQ, is_loopback
+
+from .engine import GLANCE_S
 
 _DECLINED = "declined"
 _PINGS, _BULK = 9, 1 << 19
@@ -137,7 +141,7 @@ def measure(store: DeadlineStore, key: str, world: World, endpoint: ZeroMQ, seco
     """α and β of a message from a rank to the next: ranks 0 and 1 measure, and all are told. All ranks come.
 
     Raises:
-        PeerLost: one of the two does not answer.
+        PeerLost: one of the two does not answer, or is gone.
     """
     if world.size == 1:
         return AlphaBeta(0.0, 0.0)
@@ -154,12 +158,11 @@ def measure(store: DeadlineStore, key: str, world: World, endpoint: ZeroMQ, seco
         found = [statistics.median(pings), max(_BETA, (min(bulks) - min(pings)) / _BULK)]  # a line starts slowly
         if world.rank == 0:
             store.set(f"{key}/line", msgpack.packb(found))
-    try:
-        store.wait([f"{key}/line"], datetime.timedelta(seconds=seconds))
-    except StoreSilent:
-        raise
-    except RuntimeError as e:
+    heard = types.SimpleNamespace(peers_gone=functools.partial(endpoint.gone, GLANCE_S))
+    if wait_for(store, dict.fromkeys((0, 1), f"{key}/line"), seconds, heard):
+        gone = "".join(f"; {why}" for why in endpoint.gone(GLANCE_S).values())
         raise PeerLost(
-            f"rank {world.rank} waited {seconds:g} s, and ranks 0 and 1 of {world.size} have not measured their line"
-        ) from e
+            f"rank {world.rank} waited up to {seconds:g} s, and ranks 0 and 1 of {world.size} have not measured their "
+            f"line{gone}"
+        )
     return AlphaBeta(*msgpack.unpackb(store.get(f"{key}/line")))

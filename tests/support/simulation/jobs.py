@@ -184,10 +184,8 @@ class Training(RankJob):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         if self.oddity == "late" and rank == self.odd:
             primitives.sleep(self.deadline_s / 2)
-            self.passes(rank)
-            if self.rule in ("local", "zero"):  # the others wait for its values, and only then for its word
-                for each in range(self.size):
-                    self.passes(each)
+            for each in range(self.size):  # the others wait for its values, and only then for those of the next rank
+                self.passes(each)
         made: Any
         if self.rule == "local":
             made = commlib.LocalSteps(model, "diloco", "int8", tau=2, optimizer=optimizer, timeout=self.deadline_s)

@@ -16,8 +16,12 @@ import torch
 import torch.distributed as dist
 
 from commlib.errors import PeerLost, ProtocolError
+from commlib.groups.store import DeadlineStore
+from commlib.groups.world import World
 from commlib.transports.options import Options
+from commlib.transports.process_group import rendezvous
 from commlib.transports.process_group.group import ZmqGroup
+from commlib.transports.zeromq import ZeroMQ
 from tests.support.thread_groups import each, groups, new_store, said, set_deadline
 
 ENDLESS_S = 600.0
@@ -228,13 +232,36 @@ def test_an_operation_that_there_is_not_is_refused(op: Any, dtype: torch.dtype, 
 
 
 def test_a_rank_that_never_comes_to_make_the_group_is_named() -> None:
-    from commlib.groups.world import World
-    from commlib.transports.process_group.rendezvous import hear, say
-
     store = new_store()
-    say(store, "k", World(1, 3), "here")
+    rendezvous.say(store, "k", World(1, 3), "here")
     with pytest.raises(PeerLost, match=r"rank 1 waited 0\.2 s, and ranks 0, 2 of 3 did not come"):
-        hear(store, "k", World(1, 3), 0.2)
+        rendezvous.hear(store, "k", World(1, 3), 0.2)
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_rank_that_goes_before_it_has_measured_the_line_is_named_and_not_waited_for(gone: int) -> None:
+    store, world = DeadlineStore(new_store(), ENDLESS_S), [World(rank, 3) for rank in range(3)]
+
+    def opened(rank: int) -> ZeroMQ:
+        endpoint = rendezvous.opener(store, "k", world[rank], Options(), ENDLESS_S)("job")
+        rendezvous.introduce(store, "k/at", world[rank], endpoint)
+        for peer in {0, 1, 2} - {rank}:
+            rendezvous.connect(store, "k/at", peer, endpoint, ENDLESS_S)
+        return endpoint
+
+    def call(rank: int) -> str:
+        if rank == gone:
+            ends[rank].abort("by chance")
+            return ""
+        return said(lambda: rendezvous.measure(store, "k", world[rank], ends[rank], ENDLESS_S))
+
+    ends = each(range(3), opened)
+    words = each(range(3), call)
+    for endpoint in ends:
+        endpoint.abort("over")
+    assert words[2].startswith("PeerLost: rank 2 waited up to 600 s, and ranks 0 and 1 of 3 have not measured their line")
+    assert f"rank {gone} gave up: by chance" in words[2]
+    assert f"rank {gone} gave up: by chance" in words[1 - gone]
 
 
 def test_parts_larger_than_the_window_pass_each_other() -> None:

@@ -259,7 +259,9 @@ def test_a_rank_that_goes_before_it_has_measured_the_line_is_named_and_not_waite
     words = each(range(3), call)
     for endpoint in ends:
         endpoint.abort("over")
-    assert words[2].startswith("PeerLost: rank 2 waited up to 600 s, and ranks 0 and 1 of 3 have not measured their line")
+    assert words[2].startswith(
+        "PeerLost: rank 2 waited up to 600 s, and ranks 0 and 1 of 3 have not measured their line"
+    )
     assert f"rank {gone} gave up: by chance" in words[2]
     assert f"rank {gone} gave up: by chance" in words[1 - gone]
 

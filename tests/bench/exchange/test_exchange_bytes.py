@@ -61,7 +61,8 @@ def at_interface(visit: ExchangeTrial) -> list[str]:
     return []
 
 
-@pytest.mark.alone
+@pytest.mark.full
+@pytest.mark.timeout(900)
 def test_the_interface_counts_what_the_exchange_says_for_every_exchange_and_codec(no_lab: str | None) -> None:
     if no_lab is not None:
         pytest.skip(no_lab)
@@ -70,14 +71,14 @@ def test_the_interface_counts_what_the_exchange_says_for_every_exchange_and_code
     assert {p.exchange for p in pairs} == set(EXCHANGES) - set(BY_ROWS) - BY_SERVERS - OF_SPARSE
     assert {p.codec for p in pairs} == set(compressors())
     with place(None, 4, "150mbit") as where:
-        outcome, error = measure(where, ExchangeJob(TrialSetting(LAYERS, steps=1), pairs, 1, 240.0, "gloo"))
+        outcome, error = measure(where, ExchangeJob(TrialSetting(LAYERS, steps=1), pairs, 1, 900.0, "gloo"))
     assert error is None
     assert outcome is not None
     assert [v.pair for v in outcome.visits] == pairs
     assert outcome.line is not None
     # Really shaped; and so slow that a segment has room for one full packet only: what is counted are frames.
     assert segment(150e6) < 2 * 1448
-    assert 0.04 < outcome.line.gbit_s < 0.15  # on cores lent to others a line is slower, never faster
+    assert outcome.line.gbit_s < 0.15  # on cores lent to others a line is slower, never faster
     assert [x for v in outcome.visits for x in explain(v) + at_interface(v)] == []
     baseline = outcome.visits[0]
     assert baseline.pair == BASELINE

@@ -22,49 +22,52 @@ SOME = ("none@dense", "onebit@scatter_gather", "dgc:ratio=0.05@gather", "powersg
 SHORT = ("onebit:residual=bfloat16@scatter_gather", "powersgd:rank=2,residual=bfloat16@low_rank")
 
 
-def resumed(world: World, pairs: list[str], caps: tuple[float, float], **options: Any) -> dict[str, bool]:
+def resumed(world: World, pairs: list[str], cap: float, later: tuple[float, ...], **options: Any) -> dict[str, bool]:
+    """Whether a run that goes on from a state equals one that was never interrupted, with each later bucket size."""
     same = {}
     for pair in pairs:
-        straight = Trainer(world, pair, cap=caps[0], **options)
+        straight = Trainer(world, pair, cap=cap, **options)
         straight.train(10)
-        first = Trainer(world, pair, cap=caps[0], **options)
+        first = Trainer(world, pair, cap=cap, **options)
         first.train(5)
         file = io.BytesIO()
         torch.save([first.module.state_dict(), first.optimizer.state_dict(), first.comm.state_dict()], file)
         first.train(1)  # a state dict is a copy: what happens later does not change it
-        file.seek(0)
-        weights, momentum, residuals = torch.load(file, weights_only=True)
-        second = Trainer(world, pair, cap=caps[1], **options)
-        second.module.load_state_dict(weights)
-        second.optimizer.load_state_dict(momentum)
-        second.comm.load_state_dict(residuals)
-        second.step = 5
-        second.train(5)
-        same[pair] = torch.equal(straight.weights(), second.weights())
-        assert second.comm.stats().steps == 10
-        for t in (straight, first, second):
-            t.close()
+        for other in later:
+            file.seek(0)
+            weights, momentum, residuals = torch.load(file, weights_only=True)
+            second = Trainer(world, pair, cap=other, **options)
+            second.module.load_state_dict(weights)
+            second.optimizer.load_state_dict(momentum)
+            second.comm.load_state_dict(residuals)
+            second.step = 5
+            second.train(5)
+            same[f"{pair}, {other} MB"] = torch.equal(straight.weights(), second.weights())
+            assert second.comm.stats().steps == 10
+            second.close()
+        straight.close()
+        first.close()
     return same
 
 
 @pytest.mark.parametrize(
-    ("caps", "pairs"),
+    ("cap", "later", "pairs"),
     [
-        ((0.005, 25.0), SOME + SHORT),
-        *full(*(((a, b), PAIRS) for a, b in ((0.005, 0.005), (0.005, 25.0), (25.0, 0.02)))),
+        (0.005, (25.0,), SOME + SHORT),
+        *full((0.005, (0.005, 25.0), PAIRS), (25.0, (0.02,), PAIRS)),
     ],
 )
 def test_resume_equals_the_uninterrupted_run_bit_for_bit_between_two_ranks(
-    fleet: Fleet, caps: tuple[float, float], pairs: tuple[str, ...]
+    fleet: Fleet, cap: float, later: tuple[float, ...], pairs: tuple[str, ...]
 ):
-    for report in fleet.run(2, resumed, list(pairs), caps):
-        assert report == dict.fromkeys(pairs, True)
+    for report in fleet.run(2, resumed, list(pairs), cap, later):
+        assert report == {f"{pair}, {other} MB": True for pair in pairs for other in later}
 
 
 @pytest.mark.full
 def test_resume_does_not_depend_on_bucket_cap_mb_where_ranks_are_added_in_order(fleet: Fleet):
-    for report in fleet.run(3, resumed, RANK_ORDERED, (0.005, 25.0)):
-        assert report == dict.fromkeys(RANK_ORDERED, True)
+    for report in fleet.run(3, resumed, RANK_ORDERED, 0.005, (25.0,)):
+        assert report == {f"{pair}, 25.0 MB": True for pair in RANK_ORDERED}
 
 
 def in_place(world: World) -> bool:

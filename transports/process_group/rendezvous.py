@@ -160,7 +160,7 @@ def measure(store: DeadlineStore, key: str, world: World, endpoint: ZeroMQ, seco
             store.set(f"{key}/line", msgpack.packb(found))
     heard = types.SimpleNamespace(peers_gone=functools.partial(endpoint.gone, GLANCE_S))
     if wait_for(store, dict.fromkeys((0, 1), f"{key}/line"), seconds, heard):
-        gone = "".join(f"; {why}" for why in endpoint.gone(GLANCE_S).values())
+        gone = "".join(f"; {why}" for why in heard.peers_gone().values())
         raise PeerLost(
             f"rank {world.rank} waited up to {seconds:g} s, and ranks 0 and 1 of {world.size} have not measured their "
             f"line{gone}"

@@ -313,7 +313,7 @@ class FactorLayers:
             for tap in self._taps.values():
                 tap.take()
             self._reset(whole=False)
-            self._broken()
+            self._after_a_break()
         if not self._armed and self._routes:
             asked = self._sample()
             self._verified = asked() if asked is not None else ""
@@ -332,9 +332,10 @@ class FactorLayers:
             if self.observer is not None:
                 self.observer.begin()
 
-    def _broken(self) -> None:
-        """A backward pass has broken off. A static graph of DDP's never recovers from it: it reduces nothing any more,
-        without an error, so nobody would write the gradient of rows.
+    def _after_a_break(self) -> None:
+        """Catch nothing any more if DDP may not reduce again, which it does not say: nobody would write the gradient.
+
+        So it is with a static graph, once a backward pass has broken off.
         """
         ddp = self.ddp
         if ddp is not None and ddp.static_graph:

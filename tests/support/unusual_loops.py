@@ -284,12 +284,25 @@ def copied_too(ddp: Any, x: Tensor, rank: int) -> None:
     SEEN.extend(p.grad.clone() for p in other.parameters())
 
 
-def fails_at_first(ddp: Any, x: Tensor, rank: int) -> None:
-    if "failed" not in vars(ddp):
-        vars(ddp)["failed"] = True
-        hook = ddp.module.a.register_full_backward_hook(lambda *_: 1 / 0)
-        with contextlib.suppress(ZeroDivisionError):
-            ddp(x).square().mean().backward()
-        hook.remove()
-        ddp.zero_grad()
-    ddp(x).square().mean().backward()
+def fails_at_first(fail: Callable[[Any], Any]) -> Step:
+    """Before the first step, a backward pass that ``fail`` makes fail by a hook, which it returns."""
+
+    def step(ddp: Any, x: Tensor, rank: int) -> None:
+        if "failed" not in vars(ddp):
+            vars(ddp)["failed"] = True
+            hook = fail(ddp.module)
+            with contextlib.suppress(ZeroDivisionError):
+                ddp(x).square().mean().backward()
+            hook.remove()
+            ddp.zero_grad()
+        ddp(x).square().mean().backward()
+
+    return step
+
+
+def in_a_layer(m: Any) -> Any:
+    return m.a.register_full_backward_hook(lambda *_: 1 / 0)
+
+
+def at_a_weight(m: Any) -> Any:
+    return m.b.weight.register_hook(lambda _: 1 / 0)

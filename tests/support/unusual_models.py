@@ -21,6 +21,7 @@ from tests.support.unusual_loops import (
     Step,
     accumulated,
     adversarial,
+    at_a_weight,
     backward_in_a_thread,
     backward_outside_no_sync,
     between,
@@ -38,6 +39,7 @@ from tests.support.unusual_loops import (
     grad_of_weight_first,
     gradient_penalty,
     hooked,
+    in_a_layer,
     inner_backward_first,
     inner_call,
     module_hooks,
@@ -219,7 +221,12 @@ CASES = {
     "a copy of the layer": Case(net(by_a_copy)),
     "activations that are saved rounded": Case(net(saved_rounded)),
     "a backward pass within the backward pass": Case(net(recomputed), ddp=UNUSED),
-    "a backward pass that fails, with a static graph": Case(net(), fails_at_first, {"static_graph": True}, alike=False),
+    "a first backward pass that fails in a layer, with a static graph": Case(
+        net(), fails_at_first(in_a_layer), {"static_graph": True}, alike=False
+    ),
+    "a first backward pass that fails at a weight, with a static graph": Case(
+        net(), fails_at_first(at_a_weight), {"static_graph": True}, alike=False
+    ),
     "complex numbers": Case(Complex),
     "layers of three dtypes": Case(Mixed, bound=0.02),  # rows are summed in another order in bfloat16
     "layers that some rows of a batch reach": Case(Experts, ddp=UNUSED),

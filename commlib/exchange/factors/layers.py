@@ -32,6 +32,7 @@ from commlib.runtime.layers import linear_layers
 from commlib.runtime.streams import accelerator
 
 _log = logging.getLogger("commlib")
+_FIRST = "a static graph of DDP's that breaks off in its first backward pass never reduces, and does not say so"
 
 
 class PassObserver(Protocol):
@@ -206,6 +207,8 @@ class FactorLayers:
         self._order = self._ordered()
         owner = weakref.proxy(self)  # or model, taps and hook would keep each other alive
         self._taps = {name: Tap(name, module, owner, traced=traced) for name, module in self._modules.items()}
+        if ddp.static_graph and self._routes:  # else they are chosen later, when DDP has reduced
+            self._bar(_FIRST)
         self._share()
         self._fit()
         self._around = [before_forward(ddp, self), after_forward(ddp, self)]
@@ -290,6 +293,8 @@ class FactorLayers:
                 )
             for name in missing:
                 self._start([due for due in self._order.ready(name) if due not in missing])
+        for tap in self._taps.values():
+            tap.barred = tap.barred if tap.barred != _FIRST else ""
         self._reset(whole=True)
 
     def _reset(self, *, whole: bool) -> None:
@@ -343,8 +348,11 @@ class FactorLayers:
                 "a backward pass has broken off, and DDP with static_graph=True may never reduce gradients again "
                 "(PyTorch's DDP says nothing): wrap the model anew, or let static_graph=False"
             )
-            for tap in self._taps.values():
-                tap.barred = "a backward pass has broken off, from which a static graph of DDP's does not recover"
+            self._bar("a backward pass has broken off, from which a static graph of DDP's may not recover")
+
+    def _bar(self, why: str) -> None:
+        for tap in self._taps.values():
+            tap.barred = tap.barred or why
 
     def _proves(self, name: str) -> bool:
         """Whether a layer's gradient is exchanged both ways in this step, and compared."""

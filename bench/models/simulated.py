@@ -170,7 +170,7 @@ class _HandRows(torch.autograd.Function):
         for name in names:
             owner.spend(name)
         if ctx.live and not ctx.tap.proving:
-            grads = [ctx.tap.placeholder(owner.get_parameter(name)) for name in names]
+            grads = ctx.tap.placeholders()
         else:
             grads = [owner.hand(name) for name in names]
             if ctx.live:

@@ -104,6 +104,9 @@ def train(
     ] = None,
     seconds: Annotated[float, typer.Option(min=1.0, help="For the visits to the routes of one model.")] = 120.0,
     bucket_cap_mb: BucketCap = None,
+    gradient_as_bucket_view: Annotated[
+        bool, typer.Option("--gradient-as-bucket-view", help="As DDP's argument, for all routes: no copies.")
+    ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="A small model, few routes, one round.")] = False,
     as_json: Json = False,
     save: Save = None,
@@ -139,8 +142,9 @@ def train(
     backward_s = parse_compute(compute)
     if limit is not None and backend == "nccl":
         raise ValueError("--limit is kept on the host, which NCCL passes by: use --backend gloo, or leave --limit out")
+    buckets: dict[str, Any] = {"bucket_cap_mb": bucket_cap_mb, "gradient_as_bucket_view": gradient_as_bucket_view}
     if fsdp2:
-        fsdp.check_options(backward_s=backward_s, limit=limit, hierarchy=hierarchy, bucket_cap_mb=bucket_cap_mb)
+        fsdp.check_options(backward_s=backward_s, limit=limit, hierarchy=hierarchy, buckets=buckets)
     models = _models(model, quick)
     if plot is not None:
         check_plot(plot)
@@ -156,10 +160,10 @@ def train(
             asked = (comm or (), only or (), where.world_size)
             contenders = fsdp.choose(*asked, quick=quick) if fsdp2 else choose(*asked, quick=quick, **ours)
             run = facts(**where.facts(), backend=backend, line_gbit_s=None, line_latency_us=None)
-            run |= {"compute": compute, "batch": batch, "steps_per_visit": steps, "bucket_cap_mb": bucket_cap_mb} | ours
+            run |= {"compute": compute, "batch": batch, "steps_per_visit": steps} | buckets | ours
             for name in models:
                 size = batch or MODELS[name].batch
-                job = TrainingJob(name, contenders, steps, size, backward_s, backend, bucket_cap_mb)
+                job = TrainingJob(name, contenders, steps, size, backward_s, backend, buckets)
                 measured += _race(where, job, rounds, seconds, run)
     except RankFailed as e:
         if isinstance(e.error, ValueError | CommlibError):

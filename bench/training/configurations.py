@@ -66,7 +66,7 @@ class Configuration:
         return "auto" if self.places == ("auto",) else "none"
 
     def wrap(
-        self, course: Workload, group: Any, timeout: float, bucket_cap_mb: float | None = None
+        self, course: Workload, group: Any, timeout: float, options: Mapping[str, Any] | None = None
     ) -> tuple[nn.Module, commlib.HookState | ShardedState | None]:
         """Make the course's module train over ``group``, with gradients that travel this way. Collective.
 
@@ -74,7 +74,7 @@ class Configuration:
             course: of this visit; all ranks have made the same model.
             group: a process group of this visit's own.
             timeout: seconds in which the other ranks must have come.
-            bucket_cap_mb: size of DDP's buckets in MiB; None is DDP's own.
+            options: of DDP, as ``bucket_cap_mb`` and ``gradient_as_bucket_view``; others are DDP's own.
 
         Returns:
             What a step calls, and commlib's state if it is commlib's.
@@ -82,8 +82,7 @@ class Configuration:
         if self.places:
             course.place(self.places, group, timeout)
         # All ranks have made the same model: nothing to be broadcast.
-        options: dict[str, Any] = {"init_sync": False, "bucket_cap_mb": bucket_cap_mb}
-        ddp = DistributedDataParallel(course.module, process_group=group, **options)
+        ddp = DistributedDataParallel(course.module, process_group=group, init_sync=False, **options or {})
         return ddp, self.put_on(ddp, group, timeout)
 
     def put_on(self, ddp: DistributedDataParallel, group: Any, timeout: float) -> commlib.HookState | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -46,9 +46,9 @@ class Sharded(Configuration):
         return self.by == "commlib" and any(policy_of(spec) for spec in split(self.name))
 
     def wrap(
-        self, course: Workload, group: Any, timeout: float, bucket_cap_mb: float | None = None
+        self, course: Workload, group: Any, timeout: float, options: Mapping[str, Any] | None = None
     ) -> tuple[nn.Module, ShardedState | None]:
-        """As :meth:`Configuration.wrap`; there are no buckets.
+        """As :meth:`Configuration.wrap`; there are no buckets, so no options of them.
 
         Raises:
             CommlibError: this PyTorch's FSDP2 cannot be given a communication.
@@ -101,19 +101,24 @@ def choose(comm: Sequence[str], only: Sequence[str], world_size: int, *, quick: 
     return pick([Sharded(BASELINE, "pytorch", True), *ours], only, QUICK if quick and not comm else ())
 
 
-def check_options(*, backward_s: float | None, limit: str | None, hierarchy: bool, bucket_cap_mb: float | None) -> None:
+def check_options(
+    *, backward_s: float | None, limit: str | None, hierarchy: bool, buckets: Mapping[str, float | bool | None]
+) -> None:
     """Raises ValueError if an option was given that FSDP2 has nothing for.
 
     Args:
         backward_s: seconds of a simulated backward pass; None: the model is real.
-        limit, hierarchy, bucket_cap_mb: as the command has them.
+        limit, hierarchy: as the command has them.
+        buckets: options of DDP's buckets, as DDP names them; None or False: not given.
     """
     found = {
         "--compute simulated": (backward_s is not None, "prepared gradients have no passes that parameters come for"),
         "--limit": (limit is not None, "commlib's limit of what is sent is of DDP only"),
         "--hierarchy": (hierarchy, "commlib's sums inside nodes are of DDP only (under FSDP2 a mesh does it: HSDP)"),
-        "--bucket-cap-mb": (bucket_cap_mb is not None, "buckets are DDP's; FSDP2 sends what was sharded together"),
     }
+    for name, value in buckets.items():
+        given = value is not None and value is not False
+        found[f"--{name.replace('_', '-')}"] = given, "buckets are DDP's; FSDP2 sends what was sharded together"
     for option, (given, why) in found.items():
         if given:
             raise ValueError(f"{option} does not go with --fsdp2: {why}; leave one of them out")

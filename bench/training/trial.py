@@ -7,7 +7,7 @@ import datetime
 import gc
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class TrainingJob:
         batch: examples for each rank and step.
         backward_s: seconds the simulated backward pass takes; None: the model is real.
         backend: gloo or nccl.
-        bucket_cap_mb: size of DDP's buckets in MiB; None is DDP's own.
+        buckets: options of DDP's, as it names them.
     """
 
     model: str
@@ -52,7 +52,7 @@ class TrainingJob:
     batch: int
     backward_s: float | None
     backend: str
-    bucket_cap_mb: float | None
+    buckets: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _train(
         course = Training(job.model, job.batch, device)
     else:
         course = Replaying(job.model, job.backward_s, device, job.batch)
-    model, comm = contender.wrap(course, group, limit_s, job.bucket_cap_mb)
+    model, comm = contender.wrap(course, group, limit_s, job.buckets)
     if comm is not None:
         end.call = comm.close
     if isinstance(comm, HookState):

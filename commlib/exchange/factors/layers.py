@@ -248,6 +248,11 @@ class FactorLayers:
         """Same contract as :meth:`commlib.exchange.factors.tap.TapOwner.syncing`."""
         return self._syncing
 
+    def none_is_unused(self) -> bool:
+        """Same contract as :meth:`commlib.exchange.factors.tap.TapOwner.none_is_unused`."""
+        ddp = self.ddp
+        return ddp is None or ddp.find_unused_parameters  # a static graph goes by what its first step used
+
     def complete(self, name: str) -> None:
         """As :meth:`commlib.exchange.factors.tap.TapOwner.complete`: the layer's rows leave as soon as its turn has
         come."""

@@ -1,9 +1,9 @@
 """Where the rows of a linear layer's gradient are caught: in the backward pass, before its weight gradient exists.
 
 y = x·Wᵀ + b has dW = VᵀU with U the input rows (K, M) and V the rows of the output's gradient (K, N), and db is the
-sum of V's rows. A tapped layer computes neither: autograd gets a placeholder of zeros that takes no memory, so that
-DDP's bucket becomes ready as always, and the exchange writes the mean gradient into it. Where somebody may see what
-autograd gets (within ``no_sync``, or by a hook on a parameter) it is the layer's own gradient.
+sum of V's rows. A tapped layer computes neither: autograd gets none, so that DDP's bucket becomes ready as always with
+zeros, and the exchange writes the mean gradient into it. Where somebody may see what autograd gets (within ``no_sync``,
+or by a hook on a parameter) it is the layer's own gradient.
 """
 
 from __future__ import annotations
@@ -60,6 +60,9 @@ class TapOwner(Protocol):
 
     def syncing(self) -> bool:
         """Whether this backward pass ends with an exchange (and not within ``no_sync``)."""
+
+    def none_is_unused(self) -> bool:
+        """Whether DDP takes a parameter that gets no gradient for one that no rank has used, and leaves it without."""
 
     def complete(self, name: str) -> None:
         """All rows of the layer have come."""
@@ -293,18 +296,15 @@ class Tap:
         return not self._rows
 
     def placeholders(self) -> list[Tensor | None]:
-        """Zeros that take no memory, one for each parameter.
+        """Placeholders for autograd, by parameter: nothing; or, where that would mean that it was not used, zeros.
 
-        Of several calls only the first has them: their sum would take memory, and could not be told from gradient.
+        The zeros take no memory, but autograd makes a ``grad`` of them that does. Of several calls only the first has
+        them: their sum could not be told from gradient.
         """
-        if self._given:
+        first, self._given = not self._given, True
+        if not (first and self._owner.none_is_unused()):
             return [None] * len(self.leaves)
-        self._given = True
-        return [self.placeholder(p) for p in self.leaves]
-
-    def placeholder(self, like: Tensor) -> Tensor:
-        """Zeros that take no memory."""
-        return self._zeros[like.dtype].expand(like.shape)
+        return [self._zeros[p.dtype].expand(p.shape) for p in self.leaves]
 
     def _is_placeholder(self, grad: Tensor) -> bool:
         zero = self._zeros.get(grad.dtype)

@@ -151,7 +151,7 @@ def test_names_that_are_not_known_are_named(comm: tuple[str, ...], only: tuple[s
         choose(comm, only, 2)
 
 
-PLAIN: dict[str, Any] = {"backward_s": None, "limit": None, "hierarchy": False, "bucket_cap_mb": None}
+PLAIN: dict[str, Any] = {"backward_s": None, "limit": None, "hierarchy": False, "buckets": {}}
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,8 @@ PLAIN: dict[str, Any] = {"backward_s": None, "limit": None, "hierarchy": False, 
         ({"backward_s": 0.0}, "--compute simulated does not go with --fsdp2"),
         ({"limit": "50mbit"}, "--limit does not go with --fsdp2"),
         ({"hierarchy": True}, "--hierarchy does not go with --fsdp2"),
-        ({"bucket_cap_mb": 1.0}, "--bucket-cap-mb does not go with --fsdp2"),
+        ({"buckets": {"bucket_cap_mb": 1.0}}, "--bucket-cap-mb does not go with --fsdp2"),
+        ({"buckets": {"gradient_as_bucket_view": True}}, "--gradient-as-bucket-view does not go with --fsdp2"),
     ],
 )
 def test_options_of_ddp_alone_are_refused(given: dict[str, Any], said: str) -> None:

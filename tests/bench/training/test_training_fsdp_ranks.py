@@ -32,7 +32,7 @@ INT8 = 4 / (1 + 4 / 256)  # times fewer bytes: a byte a value, and a scale for e
 class Sum(Sharded):
     """The sum of the gradients, not the mean."""
 
-    def wrap(self, course: Workload, group: Any, timeout: float, bucket_cap_mb: float | None = None) -> Any:
+    def wrap(self, course: Workload, group: Any, timeout: float, options: Any = None) -> Any:
         model, _ = FSDP2.wrap(course, group, timeout)
         modules: list[Any] = list(model.modules())
         for module in modules:
@@ -46,7 +46,7 @@ class Sum(Sharded):
 class Old(Sharded):
     """Of a PyTorch whose FSDP2 cannot be given a communication."""
 
-    def wrap(self, course: Workload, group: Any, timeout: float, bucket_cap_mb: float | None = None) -> Any:
+    def wrap(self, course: Workload, group: Any, timeout: float, options: Any = None) -> Any:
         from torch.distributed.fsdp import FSDPModule
 
         del FSDPModule.set_custom_reduce_scatter
@@ -54,7 +54,7 @@ class Old(Sharded):
 
 
 def run(*contenders: Configuration) -> dict[str, Row]:
-    job = TrainingJob("gpt-small", contenders, 1, 4, None, "gloo", None)
+    job = TrainingJob("gpt-small", contenders, 1, 4, None, "gloo")
     schedule = Schedule([c.name for c in contenders], 1, 1, 10.0, 200.0, 200.0)
     result = race(Here(2), job, schedule, lambda visit, s: None)
     assert result is not None

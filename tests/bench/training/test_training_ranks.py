@@ -103,7 +103,7 @@ def bad(name: str, exact: bool = False) -> Configuration:
 
 
 def run(*contenders: Configuration, backward_s: float | None = None, rounds: int = 1) -> dict[str, Row]:
-    job = TrainingJob("gpt-small", [DDP, *contenders], 1, 4, backward_s, "gloo", None)
+    job = TrainingJob("gpt-small", [DDP, *contenders], 1, 4, backward_s, "gloo")
     schedule = Hasty([c.name for c in job.contenders], rounds, 1, 10.0, PATIENCE_S, PATIENCE_S)
     result = race(Here(2), job, schedule, lambda visit, s: None)
     assert result is not None
@@ -163,13 +163,13 @@ def test_who_hangs_or_dies_is_named_and_the_run_goes_on() -> None:
 
 
 def test_without_the_baseline_there_is_nothing_to_compare() -> None:
-    job = TrainingJob("gpt-small", [bad("die"), ONEBIT], 1, 4, None, "gloo", None)
+    job = TrainingJob("gpt-small", [bad("die"), ONEBIT], 1, 4, None, "gloo")
     with pytest.raises(BaselineFailed, match="killed by SIGKILL"):
         race(Here(2), job, Schedule(["die", "onebit"], 1, 1, 10.0, PATIENCE_S, PATIENCE_S), lambda visit, s: None)
 
 
 def test_ranks_that_cannot_even_start_are_an_error() -> None:
-    job = TrainingJob("gpt-small", [DDP], 1, 4, None, "no-such-backend", None)
+    job = TrainingJob("gpt-small", [DDP], 1, 4, None, "no-such-backend")
     with pytest.raises(RankFailed, match="failed"):
         race(Here(2), job, Schedule(["ddp"], 1, 1, 10.0, PATIENCE_S, PATIENCE_S), lambda visit, s: None)
 

@@ -299,6 +299,47 @@ def test_autograd_grad_and_double_backward_see_the_gradient_itself(fleet: Fleet,
         assert direct
 
 
+def under_way(world: World, rule: str | None, options: dict[str, Any]) -> tuple[list[bool], list[Tensor]]:
+    """Whether the second layer has a ``grad`` when the first one's backward pass begins; the last gradients."""
+    ddp = DistributedDataParallel(Twice("plain"), bucket_cap_mb=0.001, **options)
+    comm = None if rule is None else commlib.attach(ddp, rule, min_size=0)
+    module, seen = ddp.module, list[bool]()
+    module.a.register_full_backward_pre_hook(lambda *_: seen.append(module.b.weight.grad is not None))
+    for _ in range(3):
+        ddp.zero_grad()
+        plain(ddp, world)
+    if comm is not None:
+        comm.close()
+    return seen, [p.grad for p in ddp.parameters() if p.grad is not None]
+
+
+def memory_under_way(world: World, rule: str, options: dict[str, Any]) -> tuple[list[bool], list[bool], float]:
+    seen, ours = under_way(world, rule, options)
+    usual, ddps = under_way(world, None, options)
+    off = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, ddps, strict=True))
+    return seen, usual, off
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["copied", "views"])
+@pytest.mark.parametrize("rule", BY_ROWS)
+def test_a_layer_whose_rows_leave_takes_no_memory_for_a_gradient_before_the_mean_comes(
+    fleet: Fleet, rule: str, options: dict[str, Any]
+) -> None:
+    for seen, usual, off in fleet.run(2, memory_under_way, rule, options):
+        assert seen == [False] * 3
+        assert usual == [True] * 3  # DDP, too, sees it earlier than the end of the backward pass
+        assert off < BOUND
+
+
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+@pytest.mark.parametrize("views", [False, True])
+def test_where_ddp_looks_for_unused_parameters_a_layer_whose_rows_leave_has_its_gradient_all_the_same(
+    fleet: Fleet, option: str, views: bool
+) -> None:
+    for *_, off in fleet.run(2, memory_under_way, "factors", {option: True, "gradient_as_bucket_view": views}):
+        assert off < BOUND
+
+
 def rows_sent(world: World, rule: str) -> list[float]:
     trainer = Trainer(world, rule, dense_steps=2)
     sent = []

@@ -27,6 +27,9 @@ class Nobody:
     def syncing(self) -> bool:
         return True
 
+    def none_is_unused(self) -> bool:
+        return False
+
     def complete(self, name: str) -> None: ...
 
 

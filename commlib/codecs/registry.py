@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from importlib.metadata import EntryPoint
 
 import torch
@@ -98,10 +98,15 @@ def _build(name: str, options: Mapping[str, str]) -> Compressor:
 _SHAPE = (8, 16)
 
 
-def warm(codecs: Iterable[Compressor], device: torch.device) -> None:
+def warm(codecs: Iterable[Compressor], device: torch.device, *, reduced: Collection[str] = ()) -> None:
     """Run every codec once in each way that exchanges do, so that no step waits until its loops are compiled.
 
     What has been compiled is kept on disk: that takes seconds once on a machine, and some tens of milliseconds later.
+
+    Args:
+        codecs: to run.
+        device: of the gradients.
+        reduced: spec strings of those whose payloads an all-reduce adds up, so that none are decoded together.
     """
     for codec in {str(codec): codec for codec in codecs if not codec.lossless}.values():
         spec = LayerSpec("warm", _SHAPE, device=device)
@@ -113,4 +118,6 @@ def warm(codecs: Iterable[Compressor], device: torch.device) -> None:
         for row in rows:
             row.copy_(payload)
         codec.decompress(payload, x, seed=0)
-        codec.decompress_sum(rows, x, seeds=[0, 0])
+        if str(codec) not in reduced:
+            codec.decompress_sum(rows, x, seeds=[0, 0])
+            codec.decompress_sum(payload[None], x, scale=0.5, seeds=[0])  # without gaps: another variant of a loop

@@ -96,6 +96,12 @@ class Memory:
             self.up,
         )
 
+    def flat(self) -> Memory:
+        """Every slot in one dimension, the same memory."""
+        return Memory(
+            {k: v.view(-1) for k, v in self.old.items()}, {k: v.view(-1) for k, v in self.new.items()}, self.up
+        )
+
 
 def init_slot(slot: Slot, spec: LayerSpec, *, seed: int) -> Tensor:
     """A slot's first value, on the layer's device."""

@@ -168,6 +168,11 @@ class AttachConfig:
         """All that any layer goes by, or may come to."""
         return [p.route.codec for plan in self.plans for p in plan]
 
+    def reduced(self) -> set[str]:
+        """Codecs, as spec strings, that go by all-reduces only."""
+        routes = [p.route for plan in self.plans for p in plan]
+        return {str(r.codec) for r in routes} - {str(r.codec) for r in routes if r.exchange != "dense"}
+
     def row_routes(self) -> dict[str, Route]:
         """Linear layer → how its rows travel, by the plan to begin with."""
         return {p.spec.layer: p.route for p in self.plan if p.route.by_rows and p.spec.layer is not None}

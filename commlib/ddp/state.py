@@ -382,7 +382,7 @@ class HookState:
     def _setup(self, module: nn.Module, compressor: Rules | Policy | Plan, *, live: bool = False) -> AttachConfig:
         """Configuration that the user's rules come to; nothing is touched yet."""
         setup = AttachConfig.of(module, self._group, compressor, self._min_size, self._levels, self._servers, idle=live)
-        warm(setup.codecs(), setup.device)
+        warm(setup.codecs(), setup.device, reduced=setup.reduced())
         return dataclasses.replace(setup, plan=fit(setup.plan, self._levels, self._about))
 
     def _layers(self, module: nn.Module, setup: AttachConfig) -> FactorLayers | None:

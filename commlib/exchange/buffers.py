@@ -112,7 +112,8 @@ class SpareBuffers:
         self._spare[key] = arena, step
 
 
-_ALIGN = 8  # codecs view parts of a payload as float32: every payload starts at such a boundary
+ALIGN = 8
+"""Bytes at a multiple of which every payload starts: codecs view parts of it as float32."""
 
 
 class Packing:
@@ -128,7 +129,7 @@ class Packing:
         end = 0
         for n in self.lengths:
             self.offsets.append(end)
-            end += -(-n // _ALIGN) * _ALIGN
+            end += -(-n // ALIGN) * ALIGN
         self.total = end
 
     def slices(self, buffer: Tensor) -> list[Tensor]:
@@ -138,7 +139,7 @@ class Packing:
     def columns(self, buffer: Tensor, count: int) -> list[Tensor]:
         """Payloads of all ranks, shape (count, length) for each, as views of ``count`` such buffers in a row."""
         # rows of no bytes would begin anywhere
-        whole = buffer.view(count, self.total) if self.total else buffer.new_empty(count, _ALIGN)
+        whole = buffer.view(count, self.total) if self.total else buffer.new_empty(count, ALIGN)
         return [whole[:, o : o + n] for o, n in zip(self.offsets, self.lengths, strict=True)]
 
 

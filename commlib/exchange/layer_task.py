@@ -97,11 +97,18 @@ class LayerTask:
     layers: Sequence[tuple[int, str]] = ()
     overwrite: bool = False
 
-    def encode(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
+    def encode(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int, first: int = 0) -> None:
         """Compress a part of the gradient; with ``faults``, see that what is sent and held back is what was given.
 
         Exchanges make payload and memory as the codec asks for: so nothing of them is checked, neither here nor where
         they are decoded (``Compressor.compress`` does, for other callers).
+
+        Args:
+            x: the part.
+            payload: what it becomes.
+            memory: the part of the codec's slots.
+            seed: for a random codec.
+            first: value of the gradient at which it begins, where several layers are coded as one.
         """
         given = None if self.faults is None else owed(x, memory.old, self.codec)
         (self.codec.encode_over if self.overwrite else self.codec.encode)(x, payload, memory=memory, seed=seed)
@@ -110,15 +117,15 @@ class LayerTask:
             self.codec.decode(payload, out, add=True, scale=1.0, seed=seed)
             kept = owed(out, memory.new, self.codec, before=False)
             if kept is not None:
-                self._check(kept, given, rounding(memory.new))
+                self._check(kept, given, rounding(memory.new), first)
 
-    def _check(self, kept: Tensor, given: Tensor, bound: float) -> None:
+    def _check(self, kept: Tensor, given: Tensor, bound: float, first: int) -> None:
         assert self.faults is not None
         off = (kept - given).abs()
         if off.numel() and bool(given.isfinite().all()) and not float(off.max()) <= bound * float(given.abs().max()):
             at = int(off.argmax())
             self.fault(
-                next((name for start, name in reversed(self.layers) if start <= at), self.spec.name),
+                next((name for start, name in reversed(self.layers) if start <= first + at), self.spec.name),
                 f"{self.codec} was given {float(given.view(-1)[at]):g} at value {at} of a part of it "
                 f"(gradient and residual), and has sent and kept {float(kept.view(-1)[at]):g}: the codec loses or adds "
                 'gradient; give the layer another one, as "none"',

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from commlib.codecs.base import Compressor, LayerSpec
+from commlib.exchange.buffers import ALIGN
 from commlib.exchange.factors.guard import DTYPES
 from commlib.exchange.factors.tap import Rows
-
-_ALIGN = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,4 +123,4 @@ def _stack(parts: Sequence[Tensor], out: Tensor) -> None:
 
 
 def _aligned(n: int) -> int:
-    return -(-n // _ALIGN) * _ALIGN
+    return -(-n // ALIGN) * ALIGN

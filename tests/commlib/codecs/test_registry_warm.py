@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -43,3 +44,15 @@ def test_after_it_nothing_is_compiled_whatever_a_layers_shape(name: str) -> None
 
 def test_a_codec_that_loses_nothing_is_not_touched() -> None:
     warm([make("none")], CPU)
+
+
+def test_what_an_all_reduce_adds_up_without_a_residual_needs_no_compiled_loops() -> None:
+    """They take 50 MB of each process."""
+    code = (
+        "import sys; from commlib.codecs.registry import make, warm; import torch; "
+        "from commlib.planning.simulate import exchange_once; specs = sys.argv[1:]; "
+        "warm([make(spec) for spec in specs], torch.device('cpu'), reduced=specs); "
+        "[exchange_once(spec + '@dense', [torch.ones(200_000)] * 2) for spec in specs]; print('numba' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, "fp16:ef=off", "bf16:ef=off"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"

@@ -107,13 +107,13 @@ class InPlace:
         grad, n = item.grad.view(-1), item.spec.numel
         self._item, self._grad, self._width = item, grad, item.codec.nbytes(item.spec) // n
         self._memory = item.memory.flat()
-        ends = [0, min(n, self.FIRST)]
+        ends = [0, self.FIRST]
         while ends[-1] < n:
             ends.append(min(n, 2 * ends[-1]))
         self._blocks = list(pairwise(ends))
         self.buffer = grad.view(torch.uint8)[: n * self._width]
         self.shares = payers([item], [len(self.buffer)])
-        self._first = item.arena.bytes(ends[1] * self._width, grad.device)
+        self._first = item.arena.bytes(self.FIRST * self._width, grad.device)
 
     @classmethod
     def fits(cls, item: LayerTask) -> bool:

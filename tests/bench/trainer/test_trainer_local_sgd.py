@@ -48,7 +48,7 @@ def test_ranks_that_meet_seldom_learn_with_few_bytes_and_losses_on_the_way_are_d
         "average tau=10",
         "diloco tau=10 times=1.5 codec=int8",
         "average tau=10 fragments=2 delay=2",
-        "bmuf tau=auto",
+        "bmuf tau=auto:share=0.001,most=10",  # 10 steps on any machine; another τ, another accuracy
     ]
     locals_ = [word for rule in rules for word in ("--local", rule)]
     picture_file = tmp_path / "loss.svg"
@@ -60,10 +60,11 @@ def test_ranks_that_meet_seldom_learn_with_few_bytes_and_losses_on_the_way_are_d
     dense = runs["none"]["wire_bytes_per_step"]
     assert runs["local average tau=10"]["wire_bytes_per_step"] == pytest.approx(dense / 10, rel=0.01)
     assert runs["local diloco tau=10 times=1.5 codec=int8"]["steps"] == 90
-    assert all(r["replicas_equal"] and r["accuracy"] > 60.0 for r in runs.values())
+    assert [name for name, r in runs.items() if not r["replicas_equal"]] == []
+    assert {name: (r["accuracy"], r.get("note")) for name, r in runs.items() if not r["accuracy"] > 60.0} == {}
     assert [step for _, step, _, _ in runs["none"]["curve"]] == [20, 40, 60]
     assert runs["local average tau=10"]["curve"][-1][2] == pytest.approx(runs["local average tau=10"]["loss"])
-    assert "after every" in runs["local bmuf tau=auto"]["note"]
+    assert "after every" in runs["local bmuf tau=auto:share=0.001,most=10"]["note"]
     assert {r["comm"] for r in report["until"]} == set(runs)
     drawn = picture_file.read_text()
     assert all(name in drawn for name in ("test loss, nats", "MB that a rank sent"))

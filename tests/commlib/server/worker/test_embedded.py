@@ -79,20 +79,18 @@ def test_between_machines_chunks_fit_the_link_unless_they_are_saved(
 def test_no_shard_outlives_a_training_however_that_ends(tmp_path: Path, how: str, code: int) -> None:
     program = tmp_path / "train.py"
     program.write_text(PROGRAM)
-    process = subprocess.Popen(
-        [sys.executable, str(program), how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    try:
-        shards = [int(pid) for pid in process.stdout.readline().split()]
-        assert len(shards) == 1
-        if how == "interrupt":
-            assert process.stdout.readline() == "trains\n"
-            os.kill(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=200)
-    finally:
-        process.kill()
-        process.wait()
+    command = [sys.executable, str(program), how]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            shards = [int(pid) for pid in process.stdout.readline().split()]
+            if shards and how == "interrupt":
+                assert process.stdout.readline() == "trains\n"
+                os.kill(process.pid, signal.SIGINT)
+            _, err = process.communicate(timeout=200)
+        finally:
+            process.kill()
+    assert len(shards) == 1, err
     assert process.returncode in (code, -signal.SIGINT if how == "interrupt" else code), err
     if how in ("raise", "interrupt"):
         assert ("ZeroDivisionError" if how == "raise" else "KeyboardInterrupt") in err

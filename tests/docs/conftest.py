@@ -30,8 +30,8 @@ OF_THE_CHECKOUT = re.compile(r"make |pip |python (tests/|.*-m (pytest|commlib|te
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """In a folder of a reader's own, with a model of his, programs that say who they are, and a home without keys."""
     (tmp_path / "mymodels.py").write_text(MODELS)
-    for name in ("train.py", "job.py", "figure.py"):
-        (tmp_path / name).write_text("import os\nprint('rank', os.environ['RANK'])\n")
+    for name in ("train.py", "job.py", "figure.py"):  # one write, or lines of two ranks run into each other
+        (tmp_path / name).write_text("import os\nos.write(1, f'rank {os.environ[\"RANK\"]}\\n'.encode())\n")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     for name, value in environment(tmp_path).items():

@@ -29,6 +29,8 @@ REPLACED = {
     "--model gpt ": "--model gpt-small ",
     "--numel 16777216": "--numel 4096",
     "--numel 1048576": "--numel 4096",
+    # One run of each kind, of six; each codes and evaluates the same.
+    "fsdp_text.py none int8 int4 none+int8 int4+int8 onebit": "fsdp_text.py none int4+int8",
     # Options that stand elsewhere.
     "python3 -m venv .venv": "python3 -m venv --without-pip .venv",
     "python -m timeit ": "python -m timeit -n 1 -r 1 ",

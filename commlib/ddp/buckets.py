@@ -73,15 +73,16 @@ class LogicalGradients:
     """Gradients in the order of their shape, of parameters that lie in memory in another: transposed, channels last.
 
     DDP's bucket has such a gradient in the order of its parameter's memory. Codecs are given it in that of its shape,
-    or a matrix would be none to them, and a residual would belong to other values in a checkpoint.
+    or a matrix would be none to them, and a residual would belong to other values in a checkpoint. Those that code each
+    value by itself and remember nothing are given it as it lies: that saves a copy each way.
     """
 
     def __init__(self) -> None:
         self._strides: dict[str, tuple[int, ...]] = {}
         self._copies: dict[str, Tensor] = {}
 
-    def of(self, name: str, grad: Tensor, parameter: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Copy of a gradient in logical order, and the view of the bucket that it is to go back to.
+    def view(self, name: str, grad: Tensor, parameter: Tensor) -> Tensor:
+        """View of a gradient in the bucket in which each value is where it belongs by the shape.
 
         Args:
             name: of the parameter.
@@ -89,22 +90,20 @@ class LogicalGradients:
             parameter: how it lies when it is first seen is taken to be so for good.
 
         Returns:
-            None if the order in memory is that of the shape.
+            The gradient itself if the order in memory is that of the shape.
         """
-        strides = self._strides_of(name, parameter)
-        if not strides:
-            return None
-        home = grad.as_strided(grad.shape, strides)
+        strides = self.strides(name, parameter)
+        return grad.as_strided(grad.shape, strides) if strides else grad
+
+    def copy(self, name: str, view: Tensor) -> Tensor:
+        """Copy of such a view in the order of its shape, in memory that is kept for it."""
         copy = self._copies.get(name)
-        if copy is None or copy.dtype != grad.dtype:
-            copy = self._copies[name] = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
-        return copy.copy_(home), home
+        if copy is None or copy.dtype != view.dtype:
+            copy = self._copies[name] = torch.empty(view.shape, dtype=view.dtype, device=view.device)
+        return copy.copy_(view)
 
-    def reorders(self, name: str, parameter: Tensor) -> bool:
-        """Whether a parameter lies in another order than that of its shape."""
-        return bool(self._strides_of(name, parameter))
-
-    def _strides_of(self, name: str, parameter: Tensor) -> tuple[int, ...]:
+    def strides(self, name: str, parameter: Tensor) -> tuple[int, ...]:
+        """A parameter's strides if it lies in another order than that of its shape, else none."""
         found = self._strides.get(name)
         if found is None:
             found = self._strides[name] = parameter.stride() if _permuted(parameter) else ()
@@ -199,7 +198,7 @@ class BucketPlanner:
         self._shared = SharedMeters()
         self._plain = PlainBuckets(self._shared)
         self._logical = LogicalGradients()
-        self._runs = LayerRuns(self._specs, self._logical.reorders)
+        self._runs = LayerRuns(self._specs, self._logical.strides)
         self.meters = {s.name: Meter(s.device, s.name) for s in specs}
         self._nodes = world.size if levels is None else levels.inter.size
         self._dense_steps, self._seed = dense_steps, seed
@@ -239,11 +238,12 @@ class BucketPlanner:
         gradients, parameters = (_gradients(bucket), bucket.parameters()) if alone else ((), ())
         for name, grad, p in ((names[i], gradients[i], parameters[i]) for i in alone):
             route = self._route(plan, name)
-            elementwise = route.plain and self._store.empty  # then the order does not matter
-            if not elementwise and (found := self._logical.of(name, grad, real(p))) is not None:
-                grad, home = found
-                copies.append((home, grad))
-            routes.setdefault(route.exchange, []).append(self._item(plan, name, route, grad, factors))
+            view = self._logical.view(name, grad, real(p))
+            if view is not grad and not route.in_any_order(self._specs[name]):
+                grad = self._logical.copy(name, view)
+                copies.append((view, grad))
+                view = grad
+            routes.setdefault(route.exchange, []).append(self._item(plan, name, route, grad, view, factors))
         if self._levels is not None:
             trip = self._lending(two_levels(routes, plan, self._world, self._levels), routes)
             return [self.checked(_returned(trip, copies), buffer)]
@@ -333,7 +333,9 @@ class BucketPlanner:
         codec = planned.route.codec.at(step - self._dense_steps)
         return planned.route if codec is planned.route.codec else Route(planned.route.exchange, codec)
 
-    def _item(self, plan: Plan, name: str, route: Route, grad: Tensor, factors: FactorLayers | None) -> LayerTask:
+    def _item(
+        self, plan: Plan, name: str, route: Route, grad: Tensor, view: Tensor, factors: FactorLayers | None
+    ) -> LayerTask:
         known = self._recipes.get(name)
         if known is None or known.route is not route or known.plan is not plan or known.spec.dtype != grad.dtype:
             known = self._recipes[name] = self._recipe(plan, name, route, grad)
@@ -345,7 +347,7 @@ class BucketPlanner:
         trip = None
         if route.by_rows and factors is not None and spec.layer is not None:
             trip = factors.trip(spec.layer)
-        if self._store.drain(spec, grad, self._world.size, self._nodes) and trip is not None:
+        if self._store.drain(spec, view, self._world.size, self._nodes) and trip is not None:
             trip.late = True  # what was added is in no rows
         if self.gauge.on:
             self.gauge.note(name, codec, grad, memory, self._steps.count)

@@ -107,6 +107,7 @@ class LayerRun:
         names: theirs.
         whole: all of them as one layer, of one dimension.
         layers: which begins at which value of it.
+        strides: theirs, where memory has another order than that of the shape; else none.
         meter: of all, in which each has a share.
     """
 
@@ -117,6 +118,7 @@ class LayerRun:
     names: tuple[str, ...]
     whole: LayerSpec
     layers: list[tuple[int, str]]
+    strides: list[tuple[int, ...]]
     meter: Meter
 
     @property
@@ -129,9 +131,10 @@ class LayerRun:
         return buffer[self.start : self.start + self.whole.numel]
 
     def part(self, flat: Tensor, i: int) -> Tensor:
-        """View of one layer's part of that, of the layer's shape."""
-        start = self.layers[i][0]
-        return flat[start : start + self.specs[i].numel].view(self.specs[i].shape)
+        """View of one layer's part of that, of the layer's shape, each value where it belongs by it."""
+        start, spec, strides = self.layers[i][0], self.specs[i], self.strides[i]
+        part = flat[start : start + spec.numel]
+        return part.as_strided(spec.shape, strides) if strides else part.view(spec.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,11 +149,11 @@ class LayerRuns:
 
     Args:
         specs: of all trained parameters.
-        apart: whether a parameter must be exchanged by itself.
+        strides: of a parameter that lies in another order than that of its shape; else none.
     """
 
-    def __init__(self, specs: dict[str, LayerSpec], apart: Callable[[str, Tensor], bool]) -> None:
-        self._specs, self._apart = specs, apart
+    def __init__(self, specs: dict[str, LayerSpec], strides: Callable[[str, Tensor], tuple[int, ...]]) -> None:
+        self._specs, self._strides = specs, strides
         self._known: dict[int, _Sorted] = {}
         self._meters: dict[tuple[str, ...], Meter] = {}
 
@@ -176,7 +179,10 @@ class LayerRuns:
         def kind(i: int) -> Route | None:
             route = plan.layers[names[i]].route
             fits = route.codec.elementwise and route.exchange == "dense" and not parameters[i].is_complex()
-            return route if fits and not self._apart(names[i], parameters[i]) else None
+            return route if fits and (not lying(i) or route.in_any_order(self._specs[names[i]])) else None
+
+        def lying(i: int) -> tuple[int, ...]:
+            return self._strides(names[i], parameters[i])
 
         sizes = [self._specs[name].numel for name in names]
         starts = [0, *itertools.accumulate(sizes)]
@@ -185,10 +191,14 @@ class LayerRuns:
             indices = list(group)
             if route is not None and len(indices) > 1:
                 specs = [self._specs[names[i]] for i in indices]
-                runs.append(self._make(indices[0], starts[indices[0]], route, specs, meters))
+                strides = [lying(i) for i in indices]
+                runs.append(self._make(indices[0], starts[indices[0]], route, specs, strides, meters))
         return runs
 
-    def _make(self, first: int, start: int, route: Route, specs: list[LayerSpec], meters: dict[str, Meter]) -> LayerRun:
+    def _make(
+        self, first: int, start: int, route: Route, specs: list[LayerSpec], strides: list[tuple[int, ...]],
+        meters: dict[str, Meter],
+    ) -> LayerRun:  # fmt: skip
         sizes, names = [spec.numel for spec in specs], tuple(spec.name for spec in specs)
         starts = [0, *itertools.accumulate(sizes)]
         whole = dataclasses.replace(specs[0], name=f"{names[0]} … {names[-1]}", shape=(starts[-1],), kind="other")
@@ -196,4 +206,4 @@ class LayerRuns:
             parts = [(meters[name], n) for name, n in zip(names, sizes, strict=True)]
             self._meters[names] = Meter.of_all(whole.device, parts)
         layers = list(zip(starts[:-1], names, strict=True))
-        return LayerRun(first, start, route, specs, names, whole, layers, self._meters[names])
+        return LayerRun(first, start, route, specs, names, whole, layers, strides, self._meters[names])

@@ -49,6 +49,11 @@ class Route:
         as_it_is = self.codec.lossless and type(self.codec).at is Compressor.at
         return as_it_is and self.exchange in ("dense", "reduce_scatter")
 
+    def in_any_order(self, spec: LayerSpec) -> bool:
+        """Whether a layer's values may be exchanged in any order: each by itself, and nothing is remembered of them."""
+        alone = self.plain or (self.codec.elementwise and not self.codec.slots(spec))
+        return alone and self.exchange == "dense"
+
     def refuse(self, spec: LayerSpec) -> str | None:
         """Why this pair cannot carry this layer, or None."""
         if spec.sparse and self.exchange not in OF_SPARSE:

@@ -58,7 +58,7 @@ def both(world: World, rule: str, swap: str) -> tuple[bool, bool]:
 @pytest.mark.parametrize(
     ("rule", "swap"),
     [
-        *(("topk:ratio=0.1", swap) for swap in ("", "none", "onebit")),
+        *(("topk:ratio=0.1", swap) for swap in ("", "none", "onebit", "fp16:ef=off")),
         *((r, "") for r in ("none", "powersgd:rank=2", "onebit@scatter_gather")),
         *full(*((r, "") for r in ("onebit", "fp16", "int8", "qsgd", "blocks:keep=0.5,staleness=4,block=32"))),
     ],

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commlib
 from commlib.groups.world import World
 from tests.support.rank_pool import Fleet
+from tests.support.tiers import full
 
 DDP: list[dict[str, Any]] = [
     {},
@@ -75,6 +76,6 @@ def differing(world: World) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, *full(3)])
 def test_without_a_residual_weights_are_those_of_pytorchs_own_hooks_to_the_last_bit(fleet: Fleet, size: int) -> None:
     assert fleet.run(size, differing) == [[]] * size

@@ -37,7 +37,7 @@ class Network:
     """
 
     def __init__(self, world: World, *, delay_s: float = 1e-4, rate: float = 1.25e8) -> None:
-        self.world, self._delay_s, self._rate = world, delay_s, rate
+        self.world, self._delay_s, self.rate = world, delay_s, rate
         self._held: dict[frozenset[str], list[Callable[[], None]]] = {}
         self._arrives: dict[int, float] = {}
         self.endpoints: dict[str, SimulatedEndpoint] = {}
@@ -71,7 +71,7 @@ class Network:
         def send() -> None:
             now, random = self.world.now, self.world.random
             late = random.expovariate(20.0) if random.random() < 0.02 else 0.0
-            when = now + self._delay_s * (1 + random.random()) + nbytes / self._rate + late
+            when = now + self._delay_s * (1 + random.random()) + nbytes / self.rate + late
             when = self._arrives[connection] = max(when, self._arrives.get(connection, 0.0) + 1e-9)
             self.world.at(when, call)
 

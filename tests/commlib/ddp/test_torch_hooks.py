@@ -1,4 +1,4 @@
-"""fp16 and bf16 without a residual beside PyTorch's own communication hooks of these names, bit for bit."""
+"""Bits of PyTorch's own: ``none`` has those of plain DDP, fp16 and bf16 those of its hooks of these names."""
 
 from __future__ import annotations
 
@@ -21,6 +21,17 @@ DDP: list[dict[str, Any]] = [
     {"gradient_as_bucket_view": True},
     {"static_graph": True, "gradient_as_bucket_view": True},
 ]
+HOOKED: list[dict[str, Any]] = [
+    {},
+    *[
+        {option: True, "gradient_as_bucket_view": view}
+        for option in ("static_graph", "find_unused_parameters")
+        for view in (False, True)
+    ],
+]
+"""With an option of these ``none``, too, has a hook: its exchange cannot be seen from outside."""
+FORMATS = (torch.contiguous_format, torch.channels_last)
+ZEROED = ("none", "zeros", "never")
 
 
 class Mixed(nn.Module):
@@ -49,7 +60,7 @@ def trained(world: World, hook: Any, format: torch.memory_format, options: dict[
     optimizer, gen, comm = torch.optim.SGD(model.parameters(), 0.05), torch.Generator().manual_seed(world.rank), None
     if isinstance(hook, str):
         comm = commlib.attach(model, hook)
-    else:
+    elif hook is not None:
         model.register_comm_hook(None, hook)
     for _ in range(3):
         batch = torch.randn(2, 3, 9, 9, generator=gen), torch.randn(4, 257, generator=gen)
@@ -64,13 +75,12 @@ def trained(world: World, hook: Any, format: torch.memory_format, options: dict[
 
 def differing(world: World) -> list[str]:
     found = []
-    formats = (torch.contiguous_format, torch.channels_last)
     pairs: list[tuple[str, Any]] = [
         ("fp16:ef=off", default_hooks.fp16_compress_hook),
         # PyTorch's by its own name DDP takes over NCCL only.
         ("bf16:ef=off", lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket)),
     ]
-    for (ours, theirs), *rest in itertools.product(pairs, formats, DDP, ("none", "zeros", "never")):
+    for (ours, theirs), *rest in itertools.product(pairs, FORMATS, DDP, ZEROED):
         if not torch.equal(trained(world, ours, *rest), trained(world, theirs, *rest)):
             found.append(f"{ours} {rest}")
     return found
@@ -79,3 +89,26 @@ def differing(world: World) -> list[str]:
 @pytest.mark.parametrize("size", [1, 2, *full(3)])
 def test_without_a_residual_weights_are_those_of_pytorchs_own_hooks_to_the_last_bit(fleet: Fleet, size: int) -> None:
     assert fleet.run(size, differing) == [[]] * size
+
+
+def beside_ddp(world: World) -> dict[str, float]:
+    """Largest difference of a weight where ``none`` has other bits than plain DDP."""
+    found = {}
+    for rest in itertools.product(FORMATS, HOOKED, ZEROED):
+        ours, theirs = trained(world, "none", *rest), trained(world, None, *rest)
+        if not torch.equal(ours, theirs):
+            found[str(rest)] = float((ours - theirs).abs().max())
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, *full(4)])
+def test_without_a_codec_weights_are_those_of_plain_ddp_to_the_last_bit(fleet: Fleet, size: int) -> None:
+    assert fleet.run(size, beside_ddp) == [{}] * size
+
+
+def test_between_three_ranks_only_gradients_kept_in_buckets_beside_a_hook_are_rounded_otherwise(fleet: Fleet) -> None:
+    """DDP divides by 3 there what it multiplies by 1/3 elsewhere, and a hook is not told which it would have been."""
+    kept = [rest for rest in itertools.product(FORMATS, HOOKED, ZEROED) if len(rest[1]) > 1 and rest[2] != "none"]
+    for found in fleet.run(3, beside_ddp):
+        assert set(found) <= {str(rest) for rest in kept if rest[1]["gradient_as_bucket_view"]}
+        assert all(difference < 1e-7 for difference in found.values())

@@ -27,12 +27,14 @@ class TopK(SparseCodec):
     chunk: int = 0
 
     name = "topk"
-    takes_short = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.chunk < 0:
             raise ValueError(f"topk: chunk must be 1 or more, or 0 for all values, got {self.chunk}")
+
+    def carries(self, held: Tensor) -> bool:
+        return held.dtype != torch.int8
 
     def encode(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
         self._encode_largest(x, payload, seed)

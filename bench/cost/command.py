@@ -24,7 +24,10 @@ from commlib.bench.training.trial import short
 from .worker import BEGIN, CostJob, CostSheet, main
 
 ROUTES = ("none", "fp16:ef=off", "fp16", "int8", "onebit", "topk:ratio=0.01", "powersgd:rank=4")
-SHORT = ("int8:residual=bfloat16", "onebit:residual=bfloat16", "topk:ratio=0.01,residual=bfloat16")
+SHORT = (
+    "onebit:residual=bfloat16",
+    *("int8:residual=int8", "onebit:residual=int8", "topk:ratio=0.01,residual=int8", "powersgd:rank=4,residual=int8"),
+)
 HOOKS = (BASELINE, "torch-fp16", "torch-powersgd")
 _LIMIT_S, _LIMIT_S_PER_VALUE = 60.0, 2e-6  # of one run
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from commlib.checkpoint.state_form import FORMAT, LEVELS, check_form, check_values, lacking
+from commlib.codecs import residuals
 from commlib.codecs.base import LayerSpec, Slot
 from commlib.codecs.memory_store import MemoryStore
 from commlib.codecs.slots import NODE, OWNER
@@ -126,7 +127,7 @@ def from_state(
 def _say_rounded(found: Sequence[_Entry]) -> None:
     """Tell the log of values that the format in which they are kept here does not have."""
     short = [(slot.dtype, value) for _, _, slot, value, _ in found if slot.dtype != value.dtype]
-    rounded = [dtype for dtype, value in short if not torch.equal(value.to(dtype).to(value.dtype), value)]
+    rounded = [dtype for dtype, value in short if not residuals.exact(value, dtype)]
     if rounded:
         into = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in rounded}))
         _log.info("%d residuals of the checkpoint are rounded to %s, in which they are kept here", len(rounded), into)

@@ -54,7 +54,6 @@ class Compressor(ABC):
         shared_seed: all ranks must be given the same seed, and decoding needs it too.
         elementwise: the payload of several layers side by side is their payloads side by side, and slots have the
             layers' shapes and begin as zeros; so a bucket's layers may be coded as one.
-        takes_short: :meth:`encode_feedback` takes a residual of a shorter format as it is, in the same pass.
         min_size: layers of fewer values go uncompressed where the user has not said how many.
         default_exchange: which exchange a plain spec string gets; None picks by world size.
     """
@@ -65,7 +64,6 @@ class Compressor(ABC):
     random: bool = False
     shared_seed: bool = False
     elementwise: bool = False
-    takes_short: bool = False
     min_size: int = 1024
     default_exchange: str | None = None
 
@@ -88,6 +86,10 @@ class Compressor(ABC):
         v = torch.add(x, carry.old, out=carry.new)
         self.encode(v, payload, memory=memory, seed=seed)
         self.decode(payload, v, add=True, scale=-1.0, seed=seed)
+
+    def carries(self, held: Tensor) -> bool:
+        """Whether :meth:`encode_feedback` takes a residual of this format as it is. In float32 every codec does."""
+        return held.dtype == torch.float32
 
     def encode_over(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
         """As :meth:`encode`, and ``x`` may be overwritten: where that saves memory."""

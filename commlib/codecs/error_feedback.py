@@ -22,7 +22,8 @@ class ErrorFeedback(Compressor):
     Args:
         inner: the codec.
         decay: β: v = x + βr, so what is held back long fades away, as in SparseLoCo (arXiv 2508.15706); 1: it stays.
-        residual: format of r: ``float32``, or ``bfloat16`` in half the memory (:mod:`commlib.codecs.residuals`).
+        residual: format of r: ``float32``, ``bfloat16`` in half the memory, or ``int8`` in a quarter
+            (:mod:`commlib.codecs.residuals`).
 
     Raises:
         ValueError: if the codec is lossless or keeps a residual of its own; β is not in (0, 1]; no such format.
@@ -36,18 +37,21 @@ class ErrorFeedback(Compressor):
         if not 0 < self.decay <= 1:
             raise ValueError(f"error feedback decays by a factor in (0, 1], got ef={self.decay}")
         if self.residual not in residuals.DTYPES:
-            known = " or ".join(residuals.DTYPES)
+            known = "float32, bfloat16 or int8"
             raise ValueError(f"error feedback keeps its residual as {known}, got residual={self.residual}")
         if not self.inner.takes_feedback:
             raise ValueError(f"error feedback around '{self.inner}': it is lossless or keeps a residual of its own")
         for attr in ("name", "random", "shared_seed", "elementwise", "min_size", "default_exchange"):
             object.__setattr__(self, attr, getattr(self.inner, attr))
+        if self.residual == "int8":  # values share a scale
+            object.__setattr__(self, "elementwise", False)
 
     def nbytes(self, spec: LayerSpec) -> int:
         return self.inner.nbytes(spec)
 
     def slots(self, spec: LayerSpec) -> dict[str, Slot]:
-        return {"residual": Slot(spec.shape, dtype=residuals.DTYPES[self.residual]), **self.inner.slots(spec)}
+        dtype = residuals.dtype_of(self.residual, spec.shape)
+        return {"residual": Slot(spec.shape, dtype=dtype), **self.inner.slots(spec)}
 
     def encode(self, x: Tensor, payload: Tensor, *, memory: Memory, seed: int) -> None:
         old, new = memory.old["residual"], memory.new["residual"]
@@ -68,7 +72,7 @@ class ErrorFeedback(Compressor):
         residuals.shorten(x, memory.new["residual"], memory.up)
 
     def _in_one_pass(self, new: Tensor) -> bool:
-        return new.dtype == torch.float32 or (self.inner.takes_short and self.decay == 1)
+        return new.dtype == torch.float32 or (self.decay == 1 and self.inner.carries(new))
 
     def decode(self, payload: Tensor, out: Tensor, *, add: bool, scale: float, seed: int) -> None:
         self.inner.decode(payload, out, add=add, scale=scale, seed=seed)

@@ -30,7 +30,7 @@ class _Pair:
     def take(self, other: _Pair) -> None:
         """Take what another of the same shape keeps, of whatever format."""
         if other.filled[other.live]:
-            self.tensors[self.live].copy_(other.tensors[other.live])
+            residuals.convert(other.tensors[other.live], self.tensors[self.live])
             self.filled[self.live] = True
 
 
@@ -178,7 +178,7 @@ class MemoryStore:
         """
         held = self._held(spec.name)
         for key, pair in held:
-            value, rows = pair.tensors[pair.live], grad.view(spec.shape or (1,))
+            value, rows = residuals.widen(pair.tensors[pair.live]), grad.view(spec.shape or (1,))
             times = world if key.startswith(OWNER) else world / nodes if key.startswith(NODE) else 1
             value = value.view(-1, *rows.shape[1:])
             rows[pair.start : pair.start + len(value)].add_(value, alpha=times)
@@ -231,11 +231,11 @@ class MemoryStore:
         self._pending = []
 
     def held(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Layer, slot and committed values of all that is held back; in units of ``unit``, and not copied."""
+        """Layer, slot and committed values, float32, of all that is held back; in units of ``unit``."""
         for name, layer in self._pairs.items():
             for key, pair in layer.items():
                 if pair.slot.role == "pending" and pair.filled[pair.live]:
-                    yield name, key, pair.tensors[pair.live]
+                    yield name, key, residuals.widen(pair.tensors[pair.live])
 
     def rescale(self, unit: float) -> None:
         """Brings all values in gradient units to a new loss scale (exact for powers of two)."""
@@ -245,7 +245,7 @@ class MemoryStore:
         for layer in self._pairs.values():
             for pair in layer.values():
                 if pair.slot.role != "replicated":
-                    pair.tensors[pair.live].mul_(factor)
+                    residuals.scale(pair.tensors[pair.live], factor)
         self.unit = unit
 
     def forget(self, needed: Mapping[str, Collection[str]]) -> None:
@@ -276,20 +276,22 @@ class MemoryStore:
         """Puts a committed value back, given in unscaled units."""
         pair = self._pairs.setdefault(name, {}).get(key)
         if pair is None or (pair.slot.shape, pair.slot.dtype) != (slot.shape, slot.dtype):
-            pair = _Pair(slot, [scratch.zeros(value.shape, slot.dtype, value.device) for _ in range(2)], start=start)
+            pair = _Pair(slot, [scratch.zeros(slot.room, slot.dtype, value.device) for _ in range(2)], start=start)
             self._pairs[name][key] = pair
         live = pair.tensors[pair.live]
-        live.copy_(value)
+        residuals.convert(value, live)
         pair.filled[pair.live] = True
         if slot.role != "replicated" and self.unit != 1.0:
-            live.mul_(self.unit)
+            residuals.scale(live, self.unit)
 
     def clear(self) -> None:
         """Forget the slots of all layers."""
         self._pairs, self._runs, self._pending = {}, {}, []
 
     def _unscaled(self, pair: _Pair) -> Tensor:
-        value = pair.tensors[pair.live].to(torch.float32, copy=True)
+        held = pair.tensors[pair.live]
+        value = torch.empty(pair.slot.shape, device=held.device)
+        residuals.convert(held, value)
         return value if pair.slot.role == "replicated" or self.unit == 1.0 else value.div_(self.unit)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, Protocol
 
@@ -31,7 +32,7 @@ class Slot:
             anyone (a momentum): treated alike. ``"replicated"`` — the same on every rank and without
             a unit (a basis).
         init: ``"zeros"``, or ``"normal"`` — standard normal, seeded by the layer and equal on all ranks.
-        dtype: float32, or bfloat16 (:mod:`commlib.codecs.residuals`).
+        dtype: float32, or bfloat16 or int8 (:mod:`commlib.codecs.residuals`).
     """
 
     shape: tuple[int, ...]
@@ -39,12 +40,22 @@ class Slot:
     init: Literal["zeros", "normal"] = "zeros"
     dtype: torch.dtype = torch.float32
 
+    @property
+    def room(self) -> tuple[int, ...]:
+        """Shape of the tensor that holds it."""
+        return residuals.room(self.shape, self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor that holds it."""
+        return math.prod(self.room) * self.dtype.itemsize
+
 
 class Carry(NamedTuple):
     """Error feedback in a codec's own pass: x + ``old`` is encoded, and ``new`` is left with what was not sent of it.
 
-    Float32, contiguous, of x's shape; the two may be one tensor. Or both bfloat16, and then ``up`` rounds what is left
-    (:mod:`commlib.codecs.residuals`): only a codec that ``takes_short`` is handed such ones.
+    Float32, contiguous, of x's shape; the two may be one tensor. Or both in a shorter format, and then ``up`` rounds
+    what is left (:mod:`commlib.codecs.residuals`): only a codec that ``carries`` it is handed such ones.
     """
 
     old: Tensor
@@ -106,6 +117,6 @@ class Memory:
 def init_slot(slot: Slot, spec: LayerSpec, *, seed: int) -> Tensor:
     """A slot's first value, on the layer's device."""
     if slot.init == "zeros":
-        return scratch.zeros(slot.shape, slot.dtype, spec.device)
+        return scratch.zeros(slot.room, slot.dtype, spec.device)
     gen = torch.Generator().manual_seed(seed)  # on the CPU: the same numbers on every kind of device
     return torch.randn(slot.shape, generator=gen, dtype=torch.float32).to(spec.device, slot.dtype)

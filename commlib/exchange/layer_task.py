@@ -13,6 +13,7 @@ from torch import Tensor
 
 from commlib.codecs.base import Compressor, LayerSpec, Memory, Seeds, scales_of
 from commlib.codecs.error_feedback import ErrorFeedback
+from commlib.codecs.residuals import relative, widen
 from commlib.errors import WrongGradient
 from commlib.exchange.buffers import StepBuffers
 from commlib.exchange.collectives import Payers
@@ -192,12 +193,12 @@ def owed(x: Tensor, slots: Mapping[str, Tensor], codec: Compressor, *, before: b
     if not pending or "local" in roles.values():
         return None
     decay = codec.decay if before and isinstance(codec, ErrorFeedback) else 1.0
-    return sum((decay * held.double().view(x.shape) for held in pending), start=x.double())
+    return sum((decay * widen(held).double().view(x.shape) for held in pending), start=x.double())
 
 
 def rounding(slots: Mapping[str, Tensor]) -> float:
     """By how much of the largest value what is sent and held back may differ from what was given, once."""
-    return max([1e-4, *(2 * torch.finfo(held.dtype).eps for held in slots.values())])
+    return max([1e-4, *(2 * relative(held.dtype) for held in slots.values())])
 
 
 class SharedMeters:

@@ -19,6 +19,7 @@ from torch import Tensor
 from commlib.codecs.base import Compressor, Memory
 from commlib.codecs.error_feedback import ErrorFeedback
 from commlib.codecs.memory_store import MemoryStore
+from commlib.codecs.residuals import widen
 from commlib.codecs.slots import OWNER
 
 
@@ -70,10 +71,10 @@ class ErrorNorms:
         if step != self._step:  # whatever is here is of a step that broke off
             self._there, self._step = {}, step
         old = memory.old.get("residual")
-        if old is None or old.numel() != grad.numel() or "momentum" in memory.old:
+        if old is None or "momentum" in memory.old or len(held := widen(old).view(-1)) != grad.numel():
             return
         decay = codec.decay if isinstance(codec, ErrorFeedback) else 1.0
-        x = torch.add(grad.view(-1), old.view(-1), alpha=decay)  # float32, whatever the gradient is
+        x = torch.add(grad.view(-1), held, alpha=decay)  # float32, whatever the gradient is
         self._there[name] = torch.linalg.vector_norm(x)
 
     def read(self, count: int) -> dict[str, LayerNorms]:

@@ -133,7 +133,7 @@ class Plan:
             spec = stripes(codec, spec, self.local)[0].spec
         own = p.route.carrier().owned(codec, spec, World(0, self.world)) if self.recoded else None
         made: list[Slot] = [*codec.slots(spec).values(), *(codec.slots(own.spec).values() if own is not None else ())]
-        return 2 * sum(math.prod(slot.shape) * slot.dtype.itemsize for slot in made)
+        return 2 * sum(slot.nbytes for slot in made)
 
     def describe(self) -> dict[str, str]:
         """Name → ``shape dtype route``: what every rank must agree on."""

@@ -35,7 +35,7 @@ import torch
 from commlib.codecs import registry
 from commlib.codecs.base import Compressor, LayerSpec, Memory, scales_of
 from commlib.codecs.error_feedback import ErrorFeedback
-from commlib.codecs.residuals import DTYPES, bar
+from commlib.codecs.residuals import DTYPES, bar, spacing, widen
 from commlib.testing.assertions import (
     close,
     decode,
@@ -143,7 +143,7 @@ def check_determinism(codec: Compressor, spec: LayerSpec, *, seed: int = 0) -> N
     payloads = []
     for noise in range(3):
         payload = torch.zeros(codec.nbytes(spec), dtype=torch.uint8)
-        new = {k: torch.full_like(v, noise) for k, v in old.items()}
+        new = {k: _of_noise(v, noise) for k, v in old.items()}
         with setting(noise):
             codec.compress(x, payload, memory=Memory(old, new), seed=seed)
         require(torch.equal(x, normal(spec, seed)), codec, spec, "compress modified x")
@@ -213,7 +213,7 @@ def check_decode(codec: Compressor, spec: LayerSpec, *, seed: int = 0) -> None:
 def check_memory(codec: Compressor, spec: LayerSpec, *, seed: int = 0) -> None:
     """Five steps with ``old is new`` and five with two buffers swapped: equal bytes and equal slots."""
     one = Memory.zeros(codec, spec)
-    two = Memory(Memory.zeros(codec, spec).old, {k: torch.full_like(v, math.nan) for k, v in one.old.items()})
+    two = Memory(Memory.zeros(codec, spec).old, {k: _of_noise(v, math.nan) for k, v in one.old.items()})
     for step in range(5):
         x = normal(spec, seed + step)
         payloads = [torch.zeros(codec.nbytes(spec), dtype=torch.uint8) for _ in range(2)]
@@ -222,6 +222,11 @@ def check_memory(codec: Compressor, spec: LayerSpec, *, seed: int = 0) -> None:
         alike = all(same(one.new[k], two.new[k]) for k in one.new)
         require(alike and torch.equal(*payloads), codec, spec, "memory in place and in two buffers differ")
         two = Memory(two.new, two.old)
+
+
+def _of_noise(like: torch.Tensor, noise: float) -> torch.Tensor:
+    """A slot of any content, as memory that nobody has written yet."""
+    return torch.full_like(like, noise if like.is_floating_point() else 77)
 
 
 def check_feedback(codec: Compressor, spec: LayerSpec, *, seed: int = 0) -> None:
@@ -244,10 +249,10 @@ def _check_sum(codec: Compressor, spec: LayerSpec, seed: int) -> None:
         total += x
         sent += decode(codec, payload, spec, seed + step)
         # of whatever was added up: a variance above 1 makes feedback grow, yet nothing may be lost
-        size = max([size, *(float(v.abs().amax()) for v in memory.new.values() if v.numel())])
+        size = max([size, *(float(widen(v).abs().amax()) for v in memory.new.values() if v.numel())])
         for held in (memory.new[k] for k in pending):  # a unit in its last place each time, if it is a short one
-            rounded += torch.finfo(held.dtype).eps * held.double().abs()
-    owed = sum((memory.new[k].double() for k in pending), sent)
+            rounded += spacing(held).view(spec.shape)
+    owed = sum((widen(memory.new[k]).double().view(spec.shape) for k in pending), sent)
     bound = 1e-4 * size + rounded
     require(bool(((owed - total).abs() <= bound).all()), codec, spec, "sent + residual is not the sum of the x")
 

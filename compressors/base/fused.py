@@ -6,6 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from commlib.codecs.base import Compressor, LayerSpec, Memory
@@ -22,7 +23,8 @@ def rows_of_blocks(spec: LayerSpec, block: int) -> int:
 class Fused(Compressor):
     """Codec that adds the residual, gathers statistics and packs in one go, and decodes all ranks' payloads in one."""
 
-    takes_short = True
+    def carries(self, held: Tensor) -> bool:
+        return held.dtype != torch.int8 or dispatch.kernels(held).name == "numba"
 
     @abstractmethod
     def write(self, x: Tensor, payload: Tensor, carry: Carry | None, seed: int) -> None:

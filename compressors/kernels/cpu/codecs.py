@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from commlib.codecs import residuals
 from commlib.codecs.slots import Carry
-from commlib.compressors.kernels.cpu import bitpack, cast, householder, natural, onebit, simd
+from commlib.compressors.kernels.cpu import bitpack, cast, householder, microscaling, natural, onebit, simd
 from commlib.compressors.kernels.cpu import quantize as _levels
 from commlib.compressors.kernels.cpu import topk as _largest
 from commlib.compressors.kernels.cpu.jit import Bytes, Floats, Places, Words
@@ -27,6 +28,7 @@ name = "numba"
 _HALF = cast.has_half()
 _CPU = torch.device("cpu")
 _TILE = 1 << 15  # values
+residuals.compiled = microscaling.CompiledLoops()
 
 
 def cast_encode(x: Tensor, payload: Tensor, wire: torch.dtype, carry: Carry | None = None) -> None:
@@ -255,16 +257,27 @@ def _tiles(x: Tensor, carry: Carry | None, unit: int) -> Iterator[tuple[int, int
     if carry is None or not carry.short:
         yield 0, n, _joined(x, carry)
         return
-    least = math.lcm(unit, 8)
+    blocks = carry.new.dtype == torch.int8
+    least = math.lcm(unit, residuals.BLOCK if blocks else 8)
     span = min(n, least * max(1, _TILE // least))
     xs, room = x.numpy(), scratch("tile", (span,), torch.float32, _CPU).numpy()
-    old, new = (held.view(-1).view(torch.int16).numpy().view(np.uint16) for held in (carry.old, carry.new))
+    if blocks:
+        old, width = microscaling.flat(carry.old)
+        new, _ = microscaling.flat(carry.new)
+    else:
+        shorts, left = (held.view(-1).view(torch.int16).numpy().view(np.uint16) for held in (carry.old, carry.new))
     for first in range(0, n, span):
         last = min(n, first + span)
         tile = room[: last - first]
-        cast.cast_decode(old[None, first:last], tile, True, False, 1.0)  # widened
+        if blocks:
+            microscaling.widen(old, width, first, tile, False)
+        else:
+            cast.cast_decode(shorts[None, first:last], tile, True, False, 1.0)  # widened
         yield first, last, (xs[first:last], tile, tile, True)
-        cast.shorten(tile, new[first:last], carry.up)
+        if blocks:
+            microscaling.shorten(tile, new, width, first, carry.up)
+        else:
+            cast.shorten(tile, left[first:last], carry.up)
 
 
 def _joined(x: Tensor, carry: Carry | None) -> Arrays:

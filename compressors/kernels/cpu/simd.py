@@ -14,22 +14,23 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 WIDTH = 64
+BLOCK = 32
 LINE = 64  # bytes
 _MASK = ir.VectorType(ir.IntType(1), WIDTH)
 
 
-def place_of(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
-    """A pointer to 64 values of an array from an index on; they may lie at any boundary of one value."""
+def place_of(context: Any, builder: Any, kind: Any, array: Any, index: Any, width: int = WIDTH) -> Any:
+    """A pointer to 64 values, or so many, of an array from an index on; they may lie at any boundary of one value."""
     held = context.make_array(kind)(context, builder, array)
     item = context.get_data_type(kind.dtype)
-    return builder.bitcast(builder.gep(held.data, [index]), ir.VectorType(item, WIDTH).as_pointer())
+    return builder.bitcast(builder.gep(held.data, [index]), ir.VectorType(item, width).as_pointer())
 
 
-def times(builder: Any, value: Any) -> Any:
-    """64 times a value."""
-    kind = ir.VectorType(value.type, WIDTH)
+def times(builder: Any, value: Any, width: int = WIDTH) -> Any:
+    """64 times a value, or so often."""
+    kind = ir.VectorType(value.type, width)
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
-    zeros = ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), [0] * WIDTH)
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), width), [0] * width)
     return builder.shuffle_vector(one, one, zeros)
 
 
@@ -104,8 +105,8 @@ def _move(typing: Any, g: Any, factor: Any, old: Any, u: Any, index: Any) -> Any
     return types.void(u, u.dtype, u, u, types.intp), generate
 
 
-def _filled(bits: int, value: int) -> Any:
-    return ir.Constant(ir.VectorType(ir.IntType(bits), WIDTH), [value] * WIDTH)
+def _filled(bits: int, value: int, width: int = WIDTH) -> Any:
+    return ir.Constant(ir.VectorType(ir.IntType(bits), width), [value] * width)
 
 
 def _shorter(brain: bool) -> Any:
@@ -181,17 +182,61 @@ def _wider(brain: bool, more: bool) -> Any:
     return intrinsic(typed)
 
 
-def _largest(typing: Any, v: Any, index: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        values = builder.load(place_of(context, builder, v, args[0], args[1]), align=4)
-        words = ir.VectorType(ir.IntType(32), WIDTH)
-        sizes = builder.and_(builder.bitcast(values, words), _filled(32, 0x7FFFFFFF))
-        kind = ir.FunctionType(ir.IntType(32), [words])
-        insert: Any = cgutils.get_or_insert_function
-        reduce = insert(builder.module, kind, f"llvm.vector.reduce.smax.v{WIDTH}i32")
-        return builder.call(reduce, [sizes])
+def _largest(width: int) -> Any:
+    """An intrinsic (float32 array, index) → the bits of the largest magnitude of so many values."""
 
-    return types.int32(v, types.intp), generate
+    def typed(typing: Any, v: Any, index: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            values = builder.load(place_of(context, builder, v, args[0], args[1], width), align=4)
+            words = ir.VectorType(ir.IntType(32), width)
+            sizes = builder.and_(builder.bitcast(values, words), _filled(32, 0x7FFFFFFF, width))
+            kind = ir.FunctionType(ir.IntType(32), [words])
+            insert: Any = cgutils.get_or_insert_function
+            reduce = insert(builder.module, kind, f"llvm.vector.reduce.smax.v{width}i32")
+            return builder.call(reduce, [sizes])
+
+        return types.int32(v, types.intp), generate
+
+    return intrinsic(typed)
+
+
+def _from_block(more: bool) -> Any:
+    """An intrinsic (int8 array, index, scale, float32 array, index): 32 values times the scale."""
+
+    def typed(typing: Any, codes: Any, at: Any, scale: Any, out: Any, index: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            held = builder.load(place_of(context, builder, codes, args[0], args[1], BLOCK), align=1)
+            values = builder.sitofp(held, ir.VectorType(ir.FloatType(), BLOCK))
+            values = builder.fmul(values, times(builder, args[2], BLOCK))
+            place = place_of(context, builder, out, args[3], args[4], BLOCK)
+            if more:
+                values = builder.fadd(builder.load(place, align=4), values)
+            builder.store(values, place, align=4)
+            return context.get_dummy_value()
+
+        return types.void(codes, types.intp, out.dtype, out, types.intp), generate
+
+    return intrinsic(typed)
+
+
+def _to_block(typing: Any, v: Any, index: Any, factor: Any, up: Any, codes: Any, at: Any) -> Any:
+    """32 float32 values times a factor, ``up`` added to their magnitudes, cut off to whole numbers from -127 to 127."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        values = builder.load(place_of(context, builder, v, args[0], args[1], BLOCK), align=4)
+        values = builder.fmul(values, times(builder, args[2], BLOCK))
+        words, floats = (ir.VectorType(kind, BLOCK) for kind in (ir.IntType(32), ir.FloatType()))
+        sign = builder.and_(builder.bitcast(values, words), _filled(32, 0x80000000, BLOCK))
+        bump = builder.or_(builder.bitcast(times(builder, args[3], BLOCK), words), sign)
+        whole = builder.fptosi(builder.fadd(values, builder.bitcast(bump, floats)), words)
+        for compare, bound in ((">", 127), ("<", -127)):
+            limit = _filled(32, bound, BLOCK)
+            whole = builder.select(builder.icmp_signed(compare, whole, limit), limit, whole)
+        place = place_of(context, builder, codes, args[4], args[5], BLOCK)
+        builder.store(builder.trunc(whole, ir.VectorType(ir.IntType(8), BLOCK)), place, align=1)
+        return context.get_dummy_value()
+
+    return types.void(v, types.intp, v.dtype, v.dtype, codes, types.intp), generate
 
 
 def _seen_as(kind: Any, llvm: Any) -> Any:
@@ -245,8 +290,13 @@ put_half, put_brain = _wider(brain=False, more=False), _wider(brain=True, more=F
 """(float16 or bfloat16 as an array of uint16, factor, float32 array, index): 64 values times the factor are written."""
 add_half, add_brain = _wider(brain=False, more=True), _wider(brain=True, more=True)
 """The same, added."""
-largest: Any = intrinsic(_largest)
+largest = _largest(WIDTH)
 """(float32 array, index) → the bits of the largest magnitude of 64 values, as int32; NaN is above infinity."""
+largest_of_block = _largest(BLOCK)
+"""The same of 32 values."""
+put_block, add_block = _from_block(more=False), _from_block(more=True)
+"""(int8 array, index, scale, float32 array, index): 32 values times the scale are written, or added."""
+to_block: Any = intrinsic(_to_block)
 as_float = _seen_as(types.float32, ir.FloatType())
 """The float32 of these bits, an int32."""
 as_bits = _seen_as(types.int32, ir.IntType(32))

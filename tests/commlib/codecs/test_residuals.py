@@ -24,49 +24,91 @@ from commlib.planning.simulate import exchange_once
 from tests.support.tiers import full
 
 SHORT = torch.bfloat16
-SPEC = LayerSpec("layer", (6, 40))
+KINDS = ["bfloat16", "int8"]
+SPEC = LayerSpec("layer", (6, 64))
 
 
-def kept(values: Tensor, up: int) -> Tensor:
-    held = torch.empty(values.shape, dtype=SHORT)
+def shortened(values: Tensor, up: int, kind: str) -> Tensor:
+    """What holds these values, shape (rows, values)."""
+    dtype = residuals.DTYPES[kind]
+    held = torch.empty(residuals.room(values.shape, dtype), dtype=dtype)
     residuals.shorten(values.clone(), held, up)
-    return held.float()
+    return held
+
+
+def kept(values: Tensor, up: int, kind: str) -> Tensor:
+    return residuals.widen(shortened(values, up, kind)).view(values.shape)
+
+
+def alone(values: Tensor) -> Tensor:
+    """Each value in a row of its own, the rest zeros."""
+    return torch.nn.functional.pad(values[:, None], (0, 31))
 
 
 def test_every_bar_comes_once_in_65536_steps() -> None:
     assert sorted(residuals.bar(step) for step in range(1 << 16)) == list(range(1 << 16))
 
 
-@given(seed=st.integers(0, 2**32), begin=st.integers(0, 10**6), steps=st.integers(1, 600))
+@given(st.sampled_from(KINDS), st.integers(0, 2**32), st.integers(0, 10**6), st.integers(1, 600))
 def test_errors_of_a_value_that_stays_add_up_to_a_few_units_in_its_last_place(
-    seed: int, begin: int, steps: int
+    kind: str, seed: int, begin: int, steps: int
 ) -> None:
-    x = torch.randn(50, generator=torch.Generator().manual_seed(seed))
-    off = torch.zeros(50, dtype=torch.float64)
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(3, 64, generator=draw) * torch.randn(3, 1, generator=draw).exp()
+    off = torch.zeros(x.shape, dtype=torch.float64)
     for step in range(begin, begin + steps):
-        off += kept(x, residuals.bar(step)).double() - x.double()
-    unit = torch.exp2(torch.frexp(x)[1].double() - 8)
+        off += kept(x, residuals.bar(step), kind).double() - x.double()
+    unit = residuals.spacing(shortened(x, 0, kind)).view(x.shape)
     assert bool((off.abs() <= (3 + math.log2(steps)) * unit).all())
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("x", [2.0**-12, -(2.0**-11), 3e-5])
-def test_small_gradients_add_up_beside_a_large_residual(x: float) -> None:
-    """Rounded to the nearest, the residual would stay as it was: the unit in the last place of 1 is 2⁻⁷."""
-    held = torch.ones(1)
+def test_small_gradients_add_up_beside_a_large_residual(x: float, kind: str) -> None:
+    """Rounded to the nearest, the residual would stay as it was: the unit in the last place of 1 is 2⁻⁷ or 2⁻⁶."""
+    held = torch.ones(1, 32)
     for step in range(1000):
-        held = kept(held + x, residuals.bar(step))
-    assert held.item() == pytest.approx(1 + 1000 * x, abs=2.0**-5)
+        held = kept(held + x, residuals.bar(step), kind)
+    assert held.tolist() == [[pytest.approx(1 + 1000 * x, abs=2.0**-4)] * 32]
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("up", [0, 0x8000, 0xFFFF])
-def test_what_is_finite_stays_so_and_what_is_not_does_not(up: int) -> None:
-    finite = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 1.0, 3.3e38, 3.4e38, -3.4028234e38])
-    held = kept(finite, up)
+def test_what_is_finite_stays_so_and_what_is_not_does_not(up: int, kind: str) -> None:
+    finite = alone(torch.tensor([0.0, -0.0, 1e-45, -1e-40, 1.0, 3.3e38, 3.4e38, -3.4028234e38]))
+    held = kept(finite, up, kind)
     assert held.isfinite().all()
-    assert bool(((held - finite).abs() <= finite.abs() / 128 + 1e-40).all())
+    assert bool(((held - finite).abs() <= finite.abs() / 63 + 2.0**-126).all())
     bits = torch.tensor([0x7FFFFFFF, 0x7FC00000, 0x7F800001, -1, -0x400000], dtype=torch.int32)
     strange = torch.cat([torch.tensor([math.inf, -math.inf]), bits.view(torch.float32)])
-    assert not kept(strange, up).isfinite().any()
+    assert not kept(alone(strange), up, kind)[:, 0].isfinite().any()
+
+
+@given(st.integers(0, 2**32), st.integers(0, 0xFFFF), st.integers(0, 0xFFFF), st.integers(-120, 120))
+def test_what_is_held_once_is_held_again_as_it_is(seed: int, up: int, again: int, size: int) -> None:
+    x = torch.randn(2, 96, generator=torch.Generator().manual_seed(seed)) * 2.0**size
+    for kind in KINDS:
+        once = kept(x, up, kind)
+        assert torch.equal(kept(once, again if kind == "int8" else 0, kind), once)
+
+
+def test_int8_has_127_steps_to_the_largest_of_32_values_at_a_power_of_two() -> None:
+    x = torch.zeros(1, 64)
+    x[0, :4], x[0, 32:35] = torch.tensor([127.0, -127.0, 1.0, 0.75]), torch.tensor([127.5, 1.0, 3.0])
+    assert kept(x, 0, "int8")[0, [0, 1, 2, 3]].tolist() == [127, -127, 1, 0]
+    assert kept(x, 0x4000, "int8")[0, 3] == 1
+    assert kept(x, 0, "int8")[0, 32:35].tolist() == [126, 0, 2]  # a step is 2 there
+    assert shortened(x, 0, "int8").nbytes == 66
+
+
+def test_rows_that_are_no_whole_blocks_are_bfloat16() -> None:
+    codec = make("onebit:residual=int8")
+    kinds = {
+        shape: codec.slots(LayerSpec("layer", shape))["residual"].dtype
+        for shape in [(), (64,), (4, 33), (2, 31), (4, 32), (3, 4, 8), (5, 2, 2, 8), (0, 32), (4, 0)]
+    }
+    assert [shape for shape, kind in kinds.items() if kind == SHORT] == [(), (64,), (4, 33), (2, 31)]
+    assert {kind for kind in kinds.values() if kind != SHORT} == {torch.int8}
 
 
 def step(codec: Compressor, x: Tensor, memory: Memory, *, overwrite: bool = False) -> Tensor:
@@ -79,20 +121,18 @@ def step(codec: Compressor, x: Tensor, memory: Memory, *, overwrite: bool = Fals
 class TwoPasses(OneBit):
     """A codec that knows of float32 only."""
 
-    takes_short = False
+    def carries(self, held: Tensor) -> bool:
+        return held.dtype == torch.float32
 
 
+SOME = ("topk:ratio=0.1", "sign:ef=on", "twobit:block=16", "onebit:ef=0.5")
 CODECS = [
-    ErrorFeedback(OneBit(), residual="bfloat16"),
-    ErrorFeedback(TwoPasses(), residual="bfloat16"),
-    *(
-        make(f"{spec},residual=bfloat16")
-        for spec in ("topk:ratio=0.1", "sign:ef=on", "twobit:block=16", "onebit:ef=0.5")
-    ),
+    *(ErrorFeedback(inner, residual=kind) for kind in KINDS for inner in (OneBit(), TwoPasses())),
+    *(make(f"{spec},residual={kind}") for kind in KINDS for spec in SOME),
 ]
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: f"{codec.inner.__class__.__name__} {codec}")
 def test_whether_the_gradient_may_be_overwritten_changes_nothing(codec: Compressor) -> None:
     x = torch.randn(SPEC.shape, generator=torch.Generator().manual_seed(0))
     memories = [Memory.zeros(codec, SPEC) for _ in range(2)]
@@ -106,12 +146,12 @@ def test_whether_the_gradient_may_be_overwritten_changes_nothing(codec: Compress
 
 def test_in_one_pass_or_in_several_the_bits_are_the_same() -> None:
     x = torch.randn(SPEC.shape, generator=torch.Generator().manual_seed(0))
-    codecs = CODECS[:2]
-    memories = [Memory.zeros(codec, SPEC) for codec in codecs]
-    for _ in range(5):
-        payloads = [step(codec, x, memory) for codec, memory in zip(codecs, memories, strict=True)]
-        assert torch.equal(*payloads)
-        assert torch.equal(*(memory.new["residual"] for memory in memories))
+    for codecs in (CODECS[:2], CODECS[2:4]):
+        memories = [Memory.zeros(codec, SPEC) for codec in codecs]
+        for _ in range(5):
+            payloads = [step(codec, x, memory) for codec, memory in zip(codecs, memories, strict=True)]
+            assert torch.equal(*payloads)
+            assert torch.equal(*(memory.new["residual"] for memory in memories))
 
 
 def test_it_is_written_as_an_option_of_the_codec() -> None:
@@ -121,12 +161,14 @@ def test_it_is_written_as_an_option_of_the_codec() -> None:
     assert str(make("qsgd:ef=on,residual=bfloat16")) == "qsgd:ef=on,residual=bfloat16"
     assert make("onebit:residual=float32") == make("onebit")
     assert codec.slots(SPEC)["residual"].dtype == SHORT
+    assert make("bf16").elementwise
+    assert not make("bf16:residual=int8").elementwise  # of layers side by side, blocks would be others
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("onebit:residual=half", "float32 or bfloat16, got residual=half"),
+        ("onebit:residual=half", "float32, bfloat16 or int8, got residual=half"),
         ("none:residual=bfloat16", "is for error feedback"),
         ("qsgd:residual=bfloat16", "is for error feedback.*ef=on"),
         ("onebit:ef=off,residual=bfloat16", "is for error feedback"),
@@ -155,10 +197,11 @@ def owed(stores: list[MemoryStore]) -> Tensor:
     return total
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("route", ROUTES)
-def test_over_many_steps_no_more_is_lost_than_one_rounding(route: str) -> None:
+def test_over_many_steps_no_more_is_lost_than_one_rounding(route: str, kind: str) -> None:
     codec, _, exchange = route.partition("@")
-    rule = f"{codec}{',' if ':' in codec else ':'}residual=bfloat16@{exchange}"
+    rule = f"{codec}{',' if ':' in codec else ':'}residual={kind}@{exchange}"
     stores = [MemoryStore() for _ in range(3)]
     produced = sent = torch.zeros(SPEC.shape, dtype=torch.float64)
     largest = 0.0
@@ -171,24 +214,41 @@ def test_over_many_steps_no_more_is_lost_than_one_rounding(route: str) -> None:
         sent = sent + results[0].double()
         largest = max(largest, float(owed(stores).abs().max()))
     off = (sent + owed(stores) - produced).abs().max().item()
-    assert off <= 8 * 2.0**-8 * max(1.0, largest)
-    assert all(v.dtype == SHORT for s in stores for _, key, v in s.held() if "residual" in key)
+    assert off <= 8 * residuals.relative(residuals.DTYPES[kind]) * max(1.0, largest)
 
 
-LONG, BRIEF = {"residual": Slot((4, 3))}, {"residual": Slot((4, 3), dtype=SHORT)}
-ROWS = LayerSpec("layer", (4, 3))
+LONG, BRIEF, BRIEFEST = ({"residual": Slot((4, 32), dtype=dtype)} for dtype in residuals.DTYPES.values())
+ROWS = LayerSpec("layer", (4, 32))
 
 
-def test_another_format_takes_over_what_is_held_back() -> None:
-    store = MemoryStore()
-    values = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("brief", [BRIEF, BRIEFEST])
+@pytest.mark.parametrize("unit", [1.0, 1024.0, 3.0])
+def test_another_format_takes_over_what_is_held_back(brief: dict[str, Slot], unit: float) -> None:
+    store, slot = MemoryStore(), brief["residual"]
+    values = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
     store.memory(ROWS, LONG).new["residual"].copy_(values)
     store.commit()
-    old = store.memory(ROWS, BRIEF).old["residual"]
-    assert old.dtype == SHORT
-    assert torch.equal(old, values.to(SHORT))
+    old = store.memory(ROWS, brief).old["residual"]
+    assert (old.dtype, old.shape, old.nbytes) == (slot.dtype, slot.room, slot.nbytes)
+    held = residuals.widen(old).view(4, 32)
+    assert float((held - values).abs().max()) <= residuals.relative(slot.dtype) * float(values.abs().max())
     store.discard()
-    assert torch.equal(store.memory(ROWS, LONG).old["residual"], values.to(SHORT).float())
+    store.memory(ROWS, brief)
+    store.rescale(unit)
+    store.discard()
+    again = store.memory(ROWS, LONG).old["residual"]
+    assert bool(((again / unit - values).abs() <= 2 * residuals.relative(slot.dtype) * values.abs().max()).all())
+
+
+def test_what_int8_holds_back_goes_with_the_gradient_of_another_route() -> None:
+    store, values = MemoryStore(), torch.arange(128.0).view(4, 32)
+    residuals.convert(values, store.memory(ROWS, BRIEFEST).new["residual"])
+    store.commit()
+    grad = torch.ones(4, 32)
+    assert store.holds("layer")
+    assert store.drain(ROWS, grad, 2, 1)
+    assert torch.equal(grad, values + 1)
+    assert store.nbytes == (2 * 4 * 33, 0)
 
 
 def test_a_run_of_layers_takes_another_format_over_too() -> None:
@@ -200,15 +260,17 @@ def test_a_run_of_layers_takes_another_format_over_too() -> None:
     assert again.old["residual"].tolist() == list(range(12))
 
 
-def test_a_checkpoint_has_float32_of_it_and_gives_the_same_bits_back() -> None:
+@pytest.mark.parametrize("brief", [BRIEF, BRIEFEST])
+def test_a_checkpoint_has_float32_of_it_and_gives_the_same_bits_back(brief: dict[str, Slot]) -> None:
     store, other = MemoryStore(), MemoryStore()
-    store.memory(ROWS, BRIEF).new["residual"].copy_(torch.randn(4, 3, generator=torch.Generator().manual_seed(1)))
+    made = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
+    residuals.shorten(made, store.memory(ROWS, brief).new["residual"], residuals.bar(5))
     store.commit()
     value = store.export()["layer"]["residual"]["value"]
     assert isinstance(value, Tensor)
-    assert value.dtype == torch.float32
-    other.restore("layer", "residual", BRIEF["residual"], value)
-    assert torch.equal(other.memory(ROWS, BRIEF).old["residual"], store.memory(ROWS, BRIEF).old["residual"])
+    assert (value.dtype, value.shape) == (torch.float32, (4, 32))
+    other.restore("layer", "residual", brief["residual"], value)
+    assert torch.equal(other.memory(ROWS, brief).old["residual"], store.memory(ROWS, brief).old["residual"])
 
 
 def test_a_checkpoint_of_another_format_is_converted_and_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -217,25 +279,33 @@ def test_a_checkpoint_of_another_format_is_converted_and_the_log_says_so_once(ca
         plans = [make_plan([ROWS], rule, world=2, min_size=0) for rule in (before, after)]
         for _ in range(2):
             slots = plans[0].layers["layer"].route.codec.slots(ROWS)
-            store.memory(ROWS, slots).new["residual"].copy_(torch.randn(4, 3))
+            residuals.convert(torch.randn(4, 32), store.memory(ROWS, slots).new["residual"])
             store.commit()
         state = to_state(plans[0], store, World(0, 2), 2)
         assert from_state(state, plans[1], other, World(0, 2), drop_residuals=False) == 2
         kept = other.memory(ROWS, plans[1].layers["layer"].route.codec.slots(ROWS)).old["residual"]
         given = state["ranks"]["0"]["layer"]["residual"]["value"]
-        assert torch.equal(kept.float(), given.to(kept.dtype).float())
+        wanted = torch.empty_like(kept)
+        residuals.convert(given, wanted)
+        assert torch.equal(kept, wanted)
         return "; ".join(record.getMessage() for record in caplog.records[caplog_from:])
 
     with caplog.at_level("INFO", "commlib"):
         assert loaded("sign", "sign:residual=bfloat16") == (
             "1 residuals of the checkpoint are rounded to bfloat16, in which they are kept here"
         )
+        assert loaded("sign", "sign:residual=int8") == (
+            "1 residuals of the checkpoint are rounded to int8, in which they are kept here"
+        )
         assert loaded("sign:residual=bfloat16", "sign") == ""
+        assert loaded("sign:residual=int8", "sign") == ""
+        assert loaded("sign:residual=int8", "sign:residual=int8") == ""
         assert loaded("sign:residual=bfloat16", "sign:residual=bfloat16") == ""
 
 
-def test_a_step_that_is_forgotten_leaves_no_trace() -> None:
-    codec, store = make("onebit:residual=bfloat16"), MemoryStore()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_is_forgotten_leaves_no_trace(kind: str) -> None:
+    codec, store = make(f"onebit:residual={kind}"), MemoryStore()
     x = torch.randn(SPEC.shape, generator=torch.Generator().manual_seed(0))
     for number in range(4):
         before = [value.clone() for *_, value in store.held()]
@@ -250,15 +320,15 @@ def test_a_step_that_is_forgotten_leaves_no_trace() -> None:
         store.commit()
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", residuals.DTYPES)
 def test_a_residual_of_thin_matrices_fades_as_any(kind: str) -> None:
     """The exchange adds the residual itself: with a decay of 0.5 what is left of one step halves with every other."""
     stores = [MemoryStore() for _ in range(2)]
-    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
     left = []
     for number in range(3):
         exchange_once(f"powersgd:rank=1,ef=0.5,residual={kind}@low_rank", [x, x], stores=stores, step=number)
-        x = torch.zeros(8, 8)
+        x = torch.zeros(8, 32)
         ((*_, held),) = stores[0].held()
         left.append(held.float().norm().item())
     assert left[1] <= 0.51 * left[0]

@@ -38,6 +38,10 @@ def held(world: World, rule: str, nodes: int) -> tuple[commlib.HeldBytes, commli
         (2, "none", 1),
         *full(
             (2, "onebit:residual=bfloat16", 1),
+            (2, "onebit:residual=int8", 1),
+            (3, "int8:residual=int8@scatter_gather", 1),
+            (2, "powersgd:rank=2,residual=int8", 1),
+            (4, "int8:residual=int8", 2),
             (3, "int8@scatter_gather", 1),
             (3, "powersgd:rank=2", 1),
             (2, "topk:ratio=0.1", 1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from typing import cast
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from commlib.codecs import residuals
 from commlib.codecs.slots import Carry
 from commlib.compressors.kernels.cpu import codecs, onebit
 from commlib.compressors.kernels.dispatch import Kernels
@@ -179,6 +181,43 @@ def test_the_largest_beside_a_short_residual_are_those_of_the_reference(k: int, 
         kept = old if in_place else torch.empty_like(old)
         results.append((*kernels.largest(x, k, Carry(old, kept, UP)), kept))
     assert all(same(a, b) for a, b in zip(*results, strict=True))
+
+
+def rows_of(x: Tensor, width: int) -> Tensor:
+    """As many rows of so many values as there are."""
+    return x[: len(x) // width * width].view(-1, width)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(x=vectors(), width=st.sampled_from([32, 96, 1024]), up=st.integers(0, 0xFFFF))
+def test_holds_as_int8_what_the_reference_does_and_adds_it(x: Tensor, width: int, up: int) -> None:
+    x = rows_of(x, width)
+    held, out = [], []
+    for loops in (residuals.compiled, None):
+        with mock.patch.object(residuals, "compiled", loops):
+            held.append(torch.full(residuals.room(x.shape, torch.int8), 7, dtype=torch.int8))
+            residuals.shorten(x.clone(), held[-1], up)
+            out.append(torch.linspace(-1, 1, x.numel()).view(x.shape))
+            residuals.add(held[-1], out[-1], 1.0)
+    assert torch.equal(*held)
+    assert same(*out)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_beside_a_residual_as_int8_it_encodes_and_keeps_what_the_reference_does_in_float32(
+    loop: Loop, in_place: bool
+) -> None:
+    x = torch.randn(1043 * 96, generator=torch.Generator().manual_seed(3))  # more than a tile
+    held = torch.empty(residuals.room((1043, 96), torch.int8), dtype=torch.int8)
+    residuals.convert(torch.linspace(-1, 1, len(x)), held)
+    wanted, left = encoded(PLAIN, loop, x, residuals.widen(held))
+    new, payload = held if in_place else torch.full_like(held, 7), torch.zeros_like(wanted)
+    loop.encode(COMPILED, x, payload, Carry(held, new, UP))
+    shortened = torch.empty_like(held)
+    residuals.shorten(left, shortened, UP)
+    assert torch.equal(payload, wanted)
+    assert torch.equal(new, shortened)
 
 
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgpack
 
-from commlib.errors import PeerLost, PlanMismatch, StoreSilent
+from commlib.errors import CommlibError, PeerLost, PlanMismatch, StoreSilent
 from commlib.groups.store import DeadlineStore, store_of
 from commlib.groups.world import World
 
@@ -142,16 +142,25 @@ def wait_for(store: DeadlineStore, keys: Mapping[int, str], timeout: float, grou
         lost = set(peers_gone(group))  # what they said before may have come to the store since it was asked
 
 
-def roll_call(group: Any, key: str, world: World) -> str:
+def roll_call(group: Any, key: str, world: World, known: str = "") -> str:
     """After a failure: who else is still there, in words, which are left for the others too. Never raises.
 
     It takes :data:`ROLL_CALL_S` at most; ranks that wait look more often than that (``runtime.autograd.LOOK_S``).
+
+    Args:
+        group: whose store is used.
+        key: of the roll call.
+        world: this rank.
+        known: told to the others before it.
     """
-    return roll_call_at(store_of(group), key, world)
+    return roll_call_at(store_of(group), key, world, known)
 
 
 def explained(group: Any, key: str, world: World, error: BaseException) -> str:
-    """A backend's error and who is missing, in words that are left for the others too. Never raises.
+    """An error and who is missing, in words that are left for the others too. Never raises.
+
+    Of a backend's error the others are told who is missing only: they will have one of their own. What we have found
+    out (a shard that is gone) may be known to nobody else.
 
     The error is logged at once: torchrun ends the other ranks of its host as soon as one has died, in the middle of a
     roll call.
@@ -162,17 +171,18 @@ def explained(group: Any, key: str, world: World, error: BaseException) -> str:
         announce(group, key, f"rank {world.rank}: {error}")
         return str(error)
     _log.warning("rank %d: %s; asking which ranks are still there", world.rank, error)
-    return f"{error}; {roll_call(group, key, world)}"
+    known = f"rank {world.rank}: {error}; " if isinstance(error, CommlibError) else ""
+    return f"{error}; {roll_call(group, key, world, known)}"
 
 
-def roll_call_at(store: DeadlineStore, key: str, world: World) -> str:
+def roll_call_at(store: DeadlineStore, key: str, world: World, known: str = "") -> str:
     """The same at a store."""
     store = store.within(ROLL_CALL_S)
     try:
         _call_and_answer(store, key, world)
         missing = wait_for_all(store, key, world, ROLL_CALL_S)
         words = f"{named(missing)} did not answer a roll call" if missing else "all ranks still answer a roll call"
-        store.set(f"{key}/verdict", words)
+        store.set(f"{key}/verdict", known + words)
     except Exception as e:
         return f"the store that would know who is missing does not answer either ({type(e).__name__})"
     return words

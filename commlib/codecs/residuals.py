@@ -51,14 +51,14 @@ class BlockLoops(Protocol):
     """Compiled loops over ``int8``, with the same results."""
 
     def add(self, held: Tensor, out: Tensor) -> None:
-        """As :func:`add` by a factor of 1, on the CPU."""
+        """As :func:`add` by a factor of 1."""
 
     def shorten(self, values: Tensor, held: Tensor, up: int) -> None:
-        """As :func:`shorten`, on the CPU."""
+        """Same as :func:`shorten`."""
 
 
-compiled: BlockLoops | None = None
-"""Those of :mod:`commlib.compressors`, once they are loaded."""
+compiled: dict[str, BlockLoops] = {}
+"""Kind of device → those of :mod:`commlib.compressors`, once they are loaded."""
 
 
 def dtype_of(name: str, shape: Sequence[int]) -> torch.dtype:
@@ -96,8 +96,8 @@ def shorten(values: Tensor, held: Tensor, up: int) -> None:
             is. What is not finite is not a number where it is held, as ``int8`` with all of its block.
         up: the step's :func:`bar`.
     """
-    if held.dtype == torch.int8 and compiled is not None and held.device.type == "cpu":
-        compiled.shorten(values, held, up)
+    if held.dtype == torch.int8 and (loops := compiled.get(held.device.type)):
+        loops.shorten(values, held, up)
         return
     if held.dtype == torch.int8:
         for part, rows in _by_rows(values, held):
@@ -112,8 +112,8 @@ def shorten(values: Tensor, held: Tensor, up: int) -> None:
 
 def add(held: Tensor, out: Tensor, factor: float) -> None:
     """Add ``factor`` times what is held to as many float32 values, contiguous."""
-    if held.dtype == torch.int8 and factor == 1 and compiled is not None and held.device.type == "cpu":
-        compiled.add(held, out)
+    if held.dtype == torch.int8 and factor == 1 and (loops := compiled.get(held.device.type)):
+        loops.add(held, out)
         return
     if held.dtype == torch.int8:
         for part, rows in _by_rows(out, held):

@@ -28,7 +28,7 @@ name = "numba"
 _HALF = cast.has_half()
 _CPU = torch.device("cpu")
 _TILE = 1 << 15  # values
-residuals.compiled = microscaling.CompiledLoops()
+residuals.compiled["cpu"] = microscaling.CompiledLoops()
 
 
 def cast_encode(x: Tensor, payload: Tensor, wire: torch.dtype, carry: Carry | None = None) -> None:

@@ -11,8 +11,9 @@ import torch
 import triton
 from torch import Tensor
 
+from commlib.codecs import residuals
 from commlib.codecs.slots import Carry
-from commlib.compressors.kernels.gpu import block_statistics, cast, onebit, quantize
+from commlib.compressors.kernels.gpu import block_statistics, cast, microscaling, onebit, quantize
 from commlib.compressors.kernels.gpu.jit import interpreted, launch
 from commlib.compressors.kernels.gpu.places import largest, largest_moved, places_add, places_decode, places_encode
 from commlib.compressors.kernels.gpu.tiles import BLOCK, MOST, cut, packing
@@ -30,6 +31,7 @@ _COLUMN = 8 * BLOCK  # the longest column that one program takes
 LANES = 128  # values that a warp reads at once
 _REGISTERS = 80  # of a thread with a column: three programs of eight warps run at a time
 _TRITS = 256  # bytes of them of a program
+residuals.compiled["cuda"] = microscaling.TritonLoops()
 
 
 def cast_encode(x: Tensor, payload: Tensor, wire: torch.dtype, carry: Carry | None = None) -> None:

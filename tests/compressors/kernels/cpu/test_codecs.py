@@ -193,7 +193,7 @@ def rows_of(x: Tensor, width: int) -> Tensor:
 def test_holds_as_int8_what_the_reference_does_and_adds_it(x: Tensor, width: int, up: int) -> None:
     x = rows_of(x, width)
     held, out = [], []
-    for loops in (residuals.compiled, None):
+    for loops in (residuals.compiled, {}):
         with mock.patch.object(residuals, "compiled", loops):
             held.append(torch.full(residuals.room(x.shape, torch.int8), 7, dtype=torch.int8))
             residuals.shorten(x.clone(), held[-1], up)

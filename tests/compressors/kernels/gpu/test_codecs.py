@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from typing import cast
+from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from commlib.codecs import residuals
 from commlib.codecs.slots import Carry
 from commlib.compressors.kernels.dispatch import Kernels
 from commlib.compressors.kernels.gpu import block_statistics, codecs
+from commlib.compressors.kernels.gpu.microscaling import TritonLoops
 from commlib.compressors.kernels.reference.bitpack import elias_fano_nbytes
 from commlib.compressors.kernels.reference.fixed_order_sums import fold
 from tests.support.kernel_cases import CARRIED, LOOPS, PLAIN, UP, Loop, check_decoding, check_encoding, same, vectors
@@ -72,6 +75,24 @@ def test_zeros_have_the_references_sign_and_what_is_not_finite_stays_so(loop: Lo
     x = torch.full((3072,), -0.0)
     x[70] = value
     check_encoding(COMPILED, loop, x, carried=torch.float32 if value else None, device=device)
+
+
+@devices
+@few
+@given(x=vectors(), width=st.sampled_from([32, 96, 1024]), up=st.integers(0, 0xFFFF))
+def test_holds_as_int8_what_the_reference_does_and_adds_it(device: str, x: Tensor, width: int, up: int) -> None:
+    x = x[: len(x) // width * width].view(-1, width)
+    room, before = residuals.room(x.shape, torch.int8), torch.linspace(-1, 1, x.numel()).view(x.shape)
+    held, wanted = (torch.full(room, 7, dtype=torch.int8, device=at) for at in (device, "cpu"))
+    out, expected = before.to(device, copy=True), before.clone()
+    kernels = TritonLoops()
+    kernels.shorten(x.to(device).contiguous(), held, up)
+    kernels.add(held, out)
+    with mock.patch.object(residuals, "compiled", {}):
+        residuals.shorten(x.clone(), wanted, up)
+        residuals.add(wanted, expected, 1.0)
+    assert torch.equal(held.cpu(), wanted)
+    assert same(out.cpu(), expected)
 
 
 @devices

@@ -19,7 +19,11 @@ from tests.support.tiny_ddp import PAIRS, Trainer, batch, owed
 RANK_ORDERED = [p for p in PAIRS if p.endswith(("@gather", "@scatter_gather")) and "powersgd" not in p]
 
 SOME = ("none@dense", "onebit@scatter_gather", "dgc:ratio=0.05@gather", "powersgd:rank=2@low_rank", "none@owners")
-SHORT = ("onebit:residual=bfloat16@scatter_gather", "powersgd:rank=2,residual=bfloat16@low_rank")
+SHORT = (
+    *("onebit:residual=bfloat16@scatter_gather", "powersgd:rank=2,residual=bfloat16@low_rank"),
+    *("onebit:residual=int8@scatter_gather", "topk:ratio=0.1,residual=int8@gather"),
+    "powersgd:rank=2,residual=int8@low_rank",
+)
 
 
 def resumed(world: World, pairs: list[str], cap: float, later: tuple[float, ...], **options: Any) -> dict[str, bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import random
 import re
@@ -20,6 +21,7 @@ from torch.distributed.tensor import Shard
 import commlib
 from commlib.codecs.base import LayerSpec, Memory
 from commlib.codecs.registry import make
+from commlib.codecs.residuals import bar
 from commlib.errors import CommlibError, PlanMismatch
 from commlib.exchange import reduce_scatter
 from commlib.fsdp.state import ShardedState
@@ -32,6 +34,7 @@ from tests.support.tiny_fsdp import Network, ShardedTrainer, batch
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 ALL_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)  # gradients are reduced in bf16, too
+SHORT = ("onebit:residual=bfloat16", "onebit:residual=int8", "topk:ratio=0.1,residual=int8")
 CODECS = ("onebit", "int8", "int4", "sign", "topk:ratio=0.1", "fp16", "qsgd", "dgc:ratio=0.1")
 
 
@@ -90,7 +93,7 @@ def by_hand(rule: str, world: World, steps: int) -> Tensor:
                 rows, mean = slice(stripe.start, stripe.stop), torch.zeros(stripe.spec.shape)
                 for rank in range(world.size):
                     payload = torch.zeros(c.nbytes(stripe.spec), dtype=torch.uint8)
-                    part = memory[rank][name].rows(stripe.start, stripe.stop)
+                    part = dataclasses.replace(memory[rank][name].rows(stripe.start, stripe.stop), up=bar(step))
                     c.compress(grads[rank][name][rows].contiguous(), payload, memory=part, seed=0)
                     c.decompress(payload, mean, add=rank > 0, scale=1 / world.size)
                 p.grad[rows] = mean
@@ -111,7 +114,7 @@ def beside_by_hand(world: World, rules: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("size", [3, *full(2)])
 def test_it_is_each_chunk_coded_by_itself_and_added_by_its_owner(fleet: Fleet, size: int) -> None:
-    assert fleet.run(size, beside_by_hand, ["onebit", "int8", "topk:ratio=0.1", "sign"]) == [[]] * size
+    assert fleet.run(size, beside_by_hand, ["onebit", "int8", "topk:ratio=0.1", "sign", *SHORT]) == [[]] * size
 
 
 # -- every way to train ----------------------------------------------------------------------------
@@ -258,7 +261,8 @@ def _scaler() -> torch.amp.GradScaler:
 
 @pytest.mark.parametrize("amp", [True, *full(False)])
 def test_a_step_that_is_not_finite_on_one_rank_leaves_no_trace_on_any(fleet: Fleet, amp: bool) -> None:
-    assert fleet.run(2, skipped, ["onebit", "topk:ratio=0.1", "int8", "qsgd"], 1, amp) == [[], []]
+    rules = ["onebit", "onebit:residual=int8", "topk:ratio=0.1", "int8", "qsgd"]
+    assert fleet.run(2, skipped, rules, 1, amp) == [[], []]
 
 
 @pytest.mark.full

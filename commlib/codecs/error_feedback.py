@@ -37,7 +37,8 @@ class ErrorFeedback(Compressor):
         if not 0 < self.decay <= 1:
             raise ValueError(f"error feedback decays by a factor in (0, 1], got ef={self.decay}")
         if self.residual not in residuals.DTYPES:
-            known = "float32, bfloat16 or int8"
+            *several, last = residuals.DTYPES
+            known = f"{', '.join(several)} or {last}"
             raise ValueError(f"error feedback keeps its residual as {known}, got residual={self.residual}")
         if not self.inner.takes_feedback:
             raise ValueError(f"error feedback around '{self.inner}': it is lossless or keeps a residual of its own")

@@ -290,7 +290,7 @@ class MemoryStore:
 
     def _unscaled(self, pair: _Pair) -> Tensor:
         held = pair.tensors[pair.live]
-        value = torch.empty(pair.slot.shape, device=held.device)
+        value = torch.empty(pair.slot.shape, dtype=torch.float32, device=held.device)
         residuals.convert(held, value)
         return value if pair.slot.role == "replicated" or self.unit == 1.0 else value.div_(self.unit)
 

@@ -71,8 +71,13 @@ def room(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
     """Shape of the tensor that holds values of this shape."""
     if dtype != torch.int8:
         return tuple(shape)
-    width = math.prod(shape[1:])
-    return shape[0], width + width // BLOCK
+    values = math.prod(shape[1:])
+    return shape[0], values + values // BLOCK
+
+
+def width(held: Tensor) -> int:
+    """Values of a row that is held as ``int8``."""
+    return held.shape[1] // (BLOCK + 1) * BLOCK
 
 
 def spacing(held: Tensor) -> Tensor:
@@ -165,29 +170,28 @@ def _shorten_blocks(values: Tensor, held: Tensor, up: int) -> None:
     values.mul_(factors.unsqueeze(-1))
     codes = values.add_(values.sign(), alpha=up / 65536).trunc_()
     codes.clamp_(-127, 127).masked_fill_((bits >= INFINITY).unsqueeze(-1), 0.0)
-    width = held.shape[1] // (BLOCK + 1) * BLOCK
-    held[:, :width].copy_(codes.view(len(held), width))
-    held[:, width:].view(torch.uint8).copy_(exponents)
+    end = width(held)
+    held[:, :end].copy_(codes.view(len(held), end))
+    held[:, end:].view(torch.uint8).copy_(exponents)
 
 
 def _widened(held: Tensor) -> Tensor:
     """Values, shape (rows, blocks, 32), float32."""
-    width = held.shape[1] // (BLOCK + 1) * BLOCK
-    values = held[:, :width].to(torch.float32).view(len(held), width // BLOCK, BLOCK)
+    end = width(held)
+    values = held[:, :end].to(torch.float32).view(len(held), end // BLOCK, BLOCK)
     return values.mul_(_scales(held).unsqueeze(-1))
 
 
 def _scales(held: Tensor) -> Tensor:
     """Scales, shape (rows, blocks), float32; infinite of a block that is no number."""
-    width = held.shape[1] // (BLOCK + 1) * BLOCK
-    return held[:, width:].view(torch.uint8).to(torch.int32).bitwise_left_shift_(23).view(torch.float32)
+    return held[:, width(held) :].view(torch.uint8).to(torch.int32).bitwise_left_shift_(23).view(torch.float32)
 
 
 def _by_rows(values: Tensor, held: Tensor) -> zip[tuple[Tensor, Tensor]]:
     """Parts of both, rows of blocks, that are worked on at a time."""
-    width = held.shape[1] // (BLOCK + 1) * BLOCK
-    blocks = values.view(len(held), width // BLOCK, BLOCK)
-    rows = max(1, _AT_ONCE // max(1, width) if held.device.type == "cpu" else len(held))
+    row = width(held)
+    blocks = values.view(len(held), row // BLOCK, BLOCK)
+    rows = max(1, _AT_ONCE // max(1, row) if held.device.type == "cpu" else len(held))
     return zip(torch.split(blocks, rows), torch.split(held, rows), strict=True)
 
 

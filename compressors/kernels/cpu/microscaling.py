@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from commlib.codecs import residuals
 from commlib.codecs.residuals import BLOCK, INFINITY, SLACK, WIDEST, BlockLoops
 from commlib.compressors.kernels.cpu import simd
 from commlib.compressors.kernels.cpu.jit import Floats, Scalar, jit
@@ -29,7 +30,7 @@ class CompiledLoops(BlockLoops):
 
 def flat(held: Tensor) -> tuple[Codes, int]:
     """(all bytes in a row, values of a row), as the loops take them."""
-    return typing.cast(Codes, held.view(-1).numpy()), held.shape[1] // (BLOCK + 1) * BLOCK
+    return typing.cast(Codes, held.view(-1).numpy()), residuals.width(held)
 
 
 @jit

@@ -13,8 +13,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from commlib.codecs.residuals import BLOCK
+
 WIDTH = 64
-BLOCK = 32
 LINE = 64  # bytes
 _MASK = ir.VectorType(ir.IntType(1), WIDTH)
 

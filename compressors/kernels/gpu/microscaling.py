@@ -26,13 +26,13 @@ class TritonLoops(BlockLoops):
     def add(self, held: Tensor, out: Tensor) -> None:
         """Add what is held to as many float32 values, contiguous."""
         if blocks := out.numel() // residuals.BLOCK:
-            args = (held, out, blocks, out.numel() // len(held))
+            args = (held, out, blocks, residuals.width(held))
             launch(_add, -(-blocks // _ROWS), out, *args, ROWS=_ROWS)
 
     def shorten(self, values: Tensor, held: Tensor, up: int) -> None:
         """Same as ``residuals.shorten``; values are not modified."""
         if blocks := values.numel() // residuals.BLOCK:
-            args = (values, held, blocks, values.numel() // len(held), up)
+            args = (values, held, blocks, residuals.width(held), up)
             launch(_shorten, -(-blocks // _ROWS), values, *args, ROWS=_ROWS)
 
 

@@ -56,7 +56,7 @@ def at_interface(visit: ExchangeTrial) -> list[str]:
     frames = visit.interfaces
     payload = sum(s.sockets.sent + s.sockets.resent for s in visit.shares if s.sockets is not None)
     left = frames.sent_bytes - payload - HEADERS * frames.sent_packets
-    arp = 24 * 20 * len(visit.shares)  # a frame without IP and TCP is so much shorter; each asks for all, now and then
+    arp = 24 * 10 * len(visit.shares)  # a frame without IP and TCP is so much shorter
     if not -arp <= left <= SACK * frames.sent_packets:
         return [f"{visit.pair}: {payload} payload, {frames}: {left} bytes are not explained"]
     return []

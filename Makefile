@@ -11,7 +11,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all gpu test-steady test-torch test-mutants simulate soak exits chaos fuzz lint docs bench bench-cost wheel-test test-torch27 spark clean types
+.PHONY: help demo test test-all gpu test-steady test-torch test-mutants simulate stress soak exits chaos fuzz lint docs bench bench-cost wheel-test test-torch27 spark clean types
 
 # Where Python may keep no bytecode every process compiles commlib anew: half of what it takes to import it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -30,7 +30,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 test: $(READY)  ## the fast tier of the tests, some minutes; with what ARGS adds: make test ARGS="-k onebit"
 	$(PYTEST) -m "not full" $(ARGS)
 
-test-all: $(READY)  ## both tiers of the tests; hypothesis searches anew. What takes longer: test-torch, simulate, soak, exits
+test-all: $(READY)  ## both tiers of the tests; hypothesis searches anew. What takes longer: test-torch, simulate, stress, soak, exits
 	$(PYTEST) -m "not long" --hypothesis-profile=fresh $(ARGS)
 
 test-steady: $(READY)  ## the fast tier ten times while other processes want the cores: is a test ever red by chance?
@@ -47,6 +47,13 @@ test-mutants: $(READY)  ## put faults into the core one by one, and see that the
 
 simulate: $(READY)  ## simulated histories of whole jobs, with faults; ARGS="--seed N --histories N --minutes M"
 	$(BIN)/python -m tests.support.simulation $(ARGS)
+
+STRESS := $(patsubst %,tests/%.py,integration/test_replicas integration/test_sparse_ddp integration/test_live_delays \
+	commlib/exchange/test_fusion commlib/exchange/test_chunking commlib/exchange/factors/test_factors_stress \
+	transports/process_group/test_futures)
+
+stress: $(READY)  ## 200 steps or models whose rounds are late at random, and 50 of every codec over every exchange
+	$(PYTEST) -m long $(STRESS) $(ARGS)
 
 soak: $(READY)  ## memory of trainings of 12,000 steps, on every route over Gloo and zmq: a table
 	$(BIN)/python -m tests.support.soak 12000 $(ARGS)

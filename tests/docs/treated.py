@@ -26,6 +26,7 @@ REPLACED = {
     "HOST0": "127.0.0.1",  # and both nodes are this machine
     # Models and gradients that are no more than large.
     "--model fc": "--model gpt-small",  # 234 MB
+    "--model resnet50": "--model mymodels:few",
     "--model gpt ": "--model gpt-small ",
     "--numel 16777216": "--numel 4096",
     "--numel 1048576": "--numel 4096",
@@ -67,7 +68,7 @@ CUT = {
     r"python -m tests\.support\.steady": "--runs 0",
     r"python -m tests\.support\.unusual_models": "",
     r"python -m tests\.support\.verify_cost": "--steps 3 --width 64",
-    r"python -m tests\.support\.mutants": "commlib/messaging/frame.py",
+    r"python -m tests\.support\.mutants": "commlib/messaging/nesting.py",
     r"python -m pytest ": "-n 0 --collect-only -q",
     r"python -m pytest (?!.* tests/)": "tests/compressors/kernels",  # not all of them, which takes half a minute
     r"pip install ": "--dry-run --no-index --no-build-isolation",  # all that it asks for is here, or it fails

@@ -11,6 +11,7 @@ import pytest
 import commlib
 from commlib.groups.world import World
 from tests.support.rank_pool import Fleet
+from tests.support.tiers import full, long
 from tests.support.tiny_ddp import Trainer, through_delays
 
 CHAIN = (  # one collective and many, with rows that leave early and without, with residuals and without
@@ -61,9 +62,9 @@ def turned(world: World, steps: int) -> tuple[bool, bool, int]:
     return unchanged, equal, made[-1].turns
 
 
-@pytest.mark.full
-def test_random_delays_change_nothing_through_48_swaps_in_200_steps(fleet: Fleet) -> None:
-    for unchanged, equal, turns in fleet.run(4, turned, 200):
+@pytest.mark.parametrize(("steps", "swaps"), [*full((60, 14)), *long((200, 48))])
+def test_random_delays_change_nothing_through_many_swaps(fleet: Fleet, steps: int, swaps: int) -> None:
+    for unchanged, equal, turns in fleet.run(4, turned, steps):
         assert unchanged
         assert equal
-        assert turns >= 48
+        assert turns >= swaps

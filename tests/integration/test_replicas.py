@@ -9,7 +9,7 @@ import commlib
 from commlib.groups.world import World
 from tests.support.rank_pool import Fleet
 from tests.support.thread_groups import counted
-from tests.support.tiers import full
+from tests.support.tiers import full, long
 from tests.support.tiny_ddp import ANY_EXCHANGE, PAIRS, Trainer, same_everywhere, through_delays
 
 SOME = tuple(p for p in PAIRS if p.partition("@")[0] not in ANY_EXCHANGE or p.endswith("@scatter_gather"))
@@ -37,7 +37,10 @@ def many_steps(world: World, pairs: list[str], steps: int) -> dict[str, tuple[bo
     return report
 
 
-@pytest.mark.parametrize(("size", "pairs", "steps"), [(2, SOME, 5), *full((2, PAIRS, 50), (3, PAIRS, 50))])
+@pytest.mark.parametrize(
+    ("size", "pairs", "steps"),
+    [(2, SOME, 5), *full((2, PAIRS, 20), (3, PAIRS, 20)), *long((2, PAIRS, 50), (3, PAIRS, 50))],
+)
 def test_replicas_are_bitwise_equal_after_many_steps_and_bytes_at_the_process_group_equal_stats(
     fleet: Fleet, size: int, pairs: tuple[str, ...], steps: int
 ):
@@ -96,11 +99,12 @@ def delayed(world: World, rule: str | dict[str, str], repetitions: int) -> tuple
 
 
 ROUNDS = {"0.*": "onebit@scatter_gather", "2.*": "powersgd", "*": "topk:ratio=0.1@gather"}
+DELAYED: list[str | dict[str, str]] = [ROUNDS, {"0.*": "factors", "2.*": "powersgd", "*": "factors"}, "none"]
 
 
 @pytest.mark.parametrize(
     ("rule", "steps"),
-    [(ROUNDS, 12), *full((ROUNDS, 200), ({"0.*": "factors", "2.*": "powersgd", "*": "factors"}, 200), ("none", 200))],
+    [(ROUNDS, 12), *full(*((rule, 60) for rule in DELAYED)), *long(*((rule, 200) for rule in DELAYED))],
 )
 def test_random_delays_between_rounds_change_nothing(fleet: Fleet, rule: str | dict[str, str], steps: int):
     for unchanged, equal in fleet.run(4, delayed, rule, steps):

@@ -15,7 +15,7 @@ from commlib.errors import CheckpointMismatch
 from commlib.groups.world import World
 from tests.support.rank_pool import Fleet
 from tests.support.thread_groups import counted
-from tests.support.tiers import full
+from tests.support.tiers import full, long
 from tests.support.tiny_ddp import head, same_everywhere, through_delays
 
 HEIGHT, WIDTH = 60, 16
@@ -249,7 +249,9 @@ def delayed(world: World, rule: Any, steps: int) -> tuple[bool, bool, bool]:
 CODED = {"table.weight": "int8:ef=off", "inner.*": "onebit", "*": "powersgd:rank=2"}
 
 
-@pytest.mark.parametrize(("rule", "steps"), [(CODED, 10), *full((CODED, 200), ("none", 200))])
+@pytest.mark.parametrize(
+    ("rule", "steps"), [(CODED, 10), *full((CODED, 60), ("none", 60)), *long((CODED, 200), ("none", 200))]
+)
 def test_random_delays_between_rounds_change_nothing(fleet: Fleet, rule: Any, steps: int) -> None:
     assert fleet.run(4, delayed, rule, steps) == [(True, True, True)] * 4
 

@@ -82,6 +82,13 @@ def full(*values: Any) -> list[Any]:
     return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.full) for v in values]
 
 
+def long(*values: Any) -> list[Any]:
+    """Values of a parameter that take longer than ``make test-all`` may: a target of make of their own runs them."""
+    return [
+        pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=[pytest.mark.full, pytest.mark.long]) for v in values
+    ]
+
+
 _LATE = pytest.StashKey[str]()
 _PLACE = pytest.StashKey[contextlib.ExitStack]()
 _KEPT = pytest.StashKey[contextlib.ExitStack]()  # of a session: the place of a test that has ended, for the next

@@ -26,7 +26,7 @@ from commlib.planning.route import Route
 from commlib.planning.simulate import run
 from commlib.telemetry.stats import Meter
 from tests.support.rank_pool import Fleet
-from tests.support.tiers import full
+from tests.support.tiers import full, long
 from tests.support.tiny_ddp import Trainer, same_everywhere, through_delays, train_poisoned
 
 ROUNDS = {
@@ -237,6 +237,6 @@ def delayed(world: World, repetitions: int) -> tuple[bool, bool]:
     return unchanged, equal
 
 
-@pytest.mark.parametrize("steps", [20, *full(200)])
+@pytest.mark.parametrize("steps", [20, *full(60), *long(200)])
 def test_riders_that_are_late_at_random_end_with_the_same_bits(fleet: Fleet, steps: int) -> None:
     assert fleet.run(2, delayed, steps) == [(True, True)] * 2

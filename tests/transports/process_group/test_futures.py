@@ -22,7 +22,7 @@ from commlib.groups.world import World
 from commlib.transports.process_group.group import ZmqGroup
 from tests.support.rank_pool import Fleet
 from tests.support.thread_groups import each, groups, set_deadline
-from tests.support.tiers import full
+from tests.support.tiers import full, long
 
 DEADLINE_S = 60.0
 
@@ -47,7 +47,7 @@ def test_a_callback_may_wait_for_a_later_call_whose_callback_waits_too(depth: in
             assert found.tolist() == [2.0**depth] * 3
 
 
-@pytest.mark.parametrize("repetitions", [20, *full(200)])
+@pytest.mark.parametrize("repetitions", [20, *full(60), *long(200)])
 def test_callbacks_that_wait_change_no_order_whatever_the_delays(repetitions: int) -> None:
     """Ten calls under way at once, behind each of which is another, and threads that sleep at random."""
 

@@ -26,7 +26,7 @@ from commlib.planning.manager.candidates import CandidateModel
 from commlib.planning.manager.decision import Decision
 from commlib.planning.manager.measurements import Measurements
 from tests.support.rank_pool import Fleet
-from tests.support.tiers import full
+from tests.support.tiers import full, long
 from tests.support.tiny_ddp import same_everywhere
 
 MODELS, JOBS, STEPS = 200, 10, 5
@@ -139,7 +139,7 @@ def wrong_models(world: World, first: int, count: int) -> Iterator[str]:
             yield f"model {seed}: {off:.2e} from DDP's gradient"
 
 
-@pytest.mark.parametrize("count", [6, *full(MODELS)])
+@pytest.mark.parametrize("count", [6, *full(60), *long(MODELS)])
 def test_random_models_with_random_delays_have_ddps_gradients(fleet: Fleet, count: int) -> None:
     each = min(count, MODELS // JOBS)
     for first in range(0, count, each):

@@ -106,6 +106,7 @@ def test_without_a_codec_weights_are_those_of_plain_ddp_to_the_last_bit(fleet: F
     assert fleet.run(size, beside_ddp) == [{}] * size
 
 
+@pytest.mark.full
 def test_between_three_ranks_only_gradients_kept_in_buckets_beside_a_hook_are_rounded_otherwise(fleet: Fleet) -> None:
     """DDP divides by 3 there what it multiplies by 1/3 elsewhere, and a hook is not told which it would have been."""
     kept = [rest for rest in itertools.product(FORMATS, HOOKED, ZEROED) if len(rest[1]) > 1 and rest[2] != "none"]
